@@ -1,0 +1,1 @@
+"""Lossless asynchronous speculative decoding: the drafter works while the target verifies."""
