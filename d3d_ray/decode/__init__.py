@@ -1,0 +1,1 @@
+"""The decode loops, without Ray: sessions, modes, draft plans and the scheduler over them."""

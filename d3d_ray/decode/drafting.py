@@ -1,0 +1,136 @@
+"""The drafter's side of the link: a latest-wins slot a request, and drafting for the newest.
+
+Two threads meet here: one drains the link into ``receive`` and never waits for a pass; one calls
+``step``, which drafts for the slot that has waited longest. What a newer message makes stale is
+never drafted for.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from d3d_ray.decode.plans import DraftPlan, Work
+from d3d_ray.records import Free, FromDrafter, Lost, Outcome, Prefill, Table, ToDrafter
+
+
+@dataclass(slots=True)
+class _Slot:
+    work: Work
+    is_open: bool
+    """There is work nobody has drafted for yet."""
+
+
+class DraftWorker:
+    """Turns messages of the verifier into tables, which go to ``send`` as they are made."""
+
+    def __init__(self, plan: DraftPlan, send: Callable[[FromDrafter], bool]) -> None:
+        self._plan = plan
+        self._send = send
+        self._slots: dict[str, _Slot] = {}
+        self._queue: deque[str] = deque()
+        self._ended: deque[str] = deque()
+        self._condition = threading.Condition()
+        self.num_passes = 0
+        self.num_unsent = 0
+
+    # --- the link's thread -----------------------------------------------------------------------
+
+    def receive(self, message: ToDrafter) -> None:
+        """Merge a message into its slot; asks for a Prefill when it does not fit."""
+        received_ns = time.monotonic_ns()
+        with self._condition:
+            if isinstance(message, Free):
+                if self._slots.pop(message.request, None) is not None:
+                    self._ended.append(message.request)
+                    self._condition.notify()
+                return
+            work = self._merge(message, received_ns)
+            if work is not None:
+                self._slots[message.request] = _Slot(work, is_open=True)
+                if message.request not in self._queue:
+                    self._queue.append(message.request)
+                self._condition.notify()
+                return
+        self._send(Lost(message.request))
+
+    def reset(self) -> None:
+        """Forget every request."""
+        with self._condition:
+            self._ended.extend(self._slots)
+            self._slots.clear()
+            self._queue.clear()
+
+    def _merge(self, message: Prefill | Outcome, received_ns: int) -> Work | None:
+        if isinstance(message, Prefill):
+            return Work(
+                request=message.request,
+                epoch=_table_epoch(message),
+                tokens=message.tokens,
+                drafts=message.drafts,
+                prompt_length=message.prompt_length,
+                sampling=message.sampling,
+                stop_ids=message.stop_ids,
+                script=message.script,
+                received_ns=received_ns,
+            )
+        slot = self._slots.get(message.request)
+        if slot is None or len(slot.work.tokens) != message.start:
+            return None
+        return replace(
+            slot.work,
+            epoch=_table_epoch(message),
+            tokens=slot.work.tokens + message.tokens,
+            drafts=message.drafts,
+            received_ns=received_ns,
+        )
+
+    # --- the drafting thread ---------------------------------------------------------------------
+
+    def step(self, timeout: float) -> bool:
+        """Draft for one request; False when there was nothing to do for ``timeout`` seconds."""
+        with self._condition:
+            if not self._queue and not self._ended:
+                self._condition.wait(timeout)
+            ended, self._ended = self._ended, deque()
+            work = self._take()
+        for request in ended:
+            self._plan.free(request)
+        if work is None:
+            return bool(ended)
+        started_ns = time.monotonic_ns()
+        for num_passes, offer in enumerate(self._plan.passes(work), start=1):
+            self.num_passes += 1
+            table = Table(
+                request=work.request,
+                epoch=work.epoch,
+                branches=offer.branches,
+                received_ns=work.received_ns,
+                started_ns=started_ns,
+                finished_ns=time.monotonic_ns(),
+                num_passes=num_passes,
+                num_rows=offer.num_rows,
+            )
+            if not self._send(table):
+                self.num_unsent += 1
+            if self._is_stale(work):
+                break
+        return True
+
+    def _take(self) -> Work | None:
+        while self._queue:
+            slot = self._slots.get(self._queue.popleft())
+            if slot is not None and slot.is_open:
+                slot.is_open = False
+                return slot.work
+        return None
+
+    def _is_stale(self, work: Work) -> bool:
+        with self._condition:
+            slot = self._slots.get(work.request)
+            return slot is None or slot.work is not work
+
+
+def _table_epoch(message: Prefill | Outcome) -> int:
+    return message.epoch if message.drafts is None else message.epoch + 1
