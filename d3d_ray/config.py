@@ -25,7 +25,9 @@ class TargetConfig:
     source: str
     """Folder or hub name of the model whose output must not change, or `embedded:<name>`."""
     dtype: Dtype = "bfloat16"
-    """Of weights and KV cache. Only float32 repeats plain decoding token for token."""
+    """Of weights and KV cache."""
+    fixed_rows: bool = True
+    """Pad every block to the block size, so that a token is the same bits in every mode."""
     max_context: int | None = None
     """Longest prompt plus answer, in tokens; null = the model's own limit."""
 

@@ -37,6 +37,7 @@ def make_request(
     mode: str = "async",
     max_tokens: int = 40,
     stop_ids: Iterable[int] = (),
+    script: Sequence[int] = (),
     **sampling: object,
 ) -> Request:
     return Request(
@@ -46,6 +47,7 @@ def make_request(
         stop_ids=frozenset(stop_ids),
         max_tokens=max_tokens,
         mode=Mode(mode),
+        script=tuple(script),
     )
 
 

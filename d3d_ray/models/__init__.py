@@ -1,0 +1,1 @@
+"""The models: target, drafter, their KV caches and how they are loaded."""

@@ -1,0 +1,164 @@
+"""Where models come from: a Hugging Face folder or name, a ``.gguf`` file, or an embedded one."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.gguf.reader import read_gguf_metadata
+
+from d3d_ray.models.cache import check_can_cut
+from d3d_ray.models.embedded import PREFIX, embedded_folder
+from d3d_ray.models.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The arguments by which transformers finds a model's files."""
+
+    name: str
+    gguf_file: str | None
+    is_local: bool
+
+    @property
+    def options(self) -> dict[str, object]:
+        options: dict[str, object] = {"trust_remote_code": False}
+        if self.is_local:
+            options["local_files_only"] = True
+        if self.gguf_file is not None:
+            options["gguf_file"] = self.gguf_file
+        return options
+
+
+def load_target(
+    source: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    num_devices: int = 1,
+    max_context: int | None = None,
+) -> Target:
+    """Load the target; ``num_devices > 1`` spreads its layers over all visible GPUs.
+
+    ``source`` is a Hugging Face folder or hub name, a path to a ``.gguf`` file, or
+    ``embedded:smollm2-135m-instruct``. Raises ``ValueError`` for a source that is not there and
+    for a model whose KV cache cannot be cut back.
+    """
+    model = load_causal_lm(source, dtype=dtype, device=device, num_devices=num_devices)
+    return Target(
+        model,
+        vocab_size=count_token_ids(load_tokenizer(source)),
+        stop_ids=stop_ids(model),
+        max_context=max_context,
+    )
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a source as in :func:`load_target`."""
+    files = _find(source)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(files.name, **files.options)
+    if files.gguf_file is not None:
+        _restore_digit_split(tokenizer, Path(files.name) / files.gguf_file)
+    return tokenizer
+
+
+def load_config(source: str) -> PretrainedConfig:
+    """The config of a source as in :func:`load_target`."""
+    files = _find(source)
+    config: PretrainedConfig = AutoConfig.from_pretrained(files.name, **files.options)
+    return config
+
+
+def load_causal_lm(
+    source: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    num_devices: int = 1,
+) -> PreTrainedModel:
+    """The causal LM of a source as in :func:`load_target`, in eval mode."""
+    files = _find(source)
+    options = files.options
+    if files.gguf_file is None:
+        # Refused before gigabytes are read. A GGUF's config takes as long to read as its weights.
+        config = AutoConfig.from_pretrained(files.name, **options)
+        check_can_cut(config)
+        options["config"] = config
+    else:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    if num_devices > 1:
+        options["device_map"] = "auto"
+    elif torch.device(device).type != "cpu":
+        options["device_map"] = {"": torch.device(device)}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        files.name, dtype=dtype, **options
+    )
+    model.eval()
+    return model
+
+
+def stop_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The ids that end an answer: the generation config's, else the config's, perhaps none."""
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        eos = getattr(config, "eos_token_id", None)
+        if isinstance(eos, int):
+            return frozenset({eos})
+        if eos is not None:
+            return frozenset(eos)
+    return frozenset()
+
+
+def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id of the tokenizer, added tokens included, plus one."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _find(source: str) -> _Files:
+    if source.startswith(PREFIX):
+        folder = embedded_folder(source.removeprefix(PREFIX), _convert_gguf)
+        return _Files(str(folder), None, is_local=True)
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _Files(str(path.absolute().parent), path.name, is_local=True)
+    if path.is_dir():
+        return _Files(str(path), None, is_local=True)
+    if path.suffix == ".gguf" or source.startswith(("/", ".", "~")) or source.count(os.sep) > 1:
+        raise ValueError(f"there is no model folder or .gguf file {source!r}; correct the path")
+    return _Files(source, None, is_local=False)
+
+
+def _convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write a GGUF file as a Hugging Face folder: bf16 weights, tokenizer, chat template."""
+    model = load_causal_lm(str(gguf), dtype=torch.bfloat16, device="cpu")
+    model.save_pretrained(folder)
+    load_tokenizer(str(gguf)).save_pretrained(folder)
+
+
+_SPLITS_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
+
+
+def _restore_digit_split(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
+    """Cut digits off before the byte-level split, as these vocabularies were learned.
+
+    transformers does not know these pre-tokenizers and leaves the step out. Then white space
+    before a digit is cut otherwise than the model has seen it: ``"\\n\\n1"`` becomes two tokens
+    for the line ends instead of one.
+    """
+    metadata, _ = read_gguf_metadata(str(gguf))
+    if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )

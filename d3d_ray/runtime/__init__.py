@@ -1,0 +1,1 @@
+"""The decode loops on Ray: actors, links, placement and the engine."""

