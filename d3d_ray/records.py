@@ -132,9 +132,10 @@ class Request:
 
 
 # --- verifier -> drafter -------------------------------------------------------------------------
+# Without slots: those of a frozen dataclass pickle through Python code, several times slower.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prefill:
     """A request's whole committed state: opens it, or brings a drafter up to date again.
 
@@ -153,7 +154,7 @@ class Prefill:
     script: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """What was committed up to round ``epoch``, and what is verified next.
 
@@ -169,7 +170,7 @@ class Outcome:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Free:
     """The request has ended; forget it."""
 
@@ -182,7 +183,7 @@ ToDrafter = Prefill | Outcome | Free
 # --- drafter -> verifier -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Branch:
     """Drafts that follow the outcome ``(k, guess)``; ``guess is None`` fits whatever t* is.
 
@@ -194,7 +195,7 @@ class Branch:
     drafts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """All branches for the outcomes of round ``epoch``; a newer one replaces it whole.
 
@@ -214,7 +215,7 @@ class Table:
     arrived_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lost:
     """The drafter does not know this request's state (restart, gap); it needs a Prefill."""
 

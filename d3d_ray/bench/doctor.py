@@ -21,7 +21,7 @@ from d3d_ray.bench.machine import check_devices_here, check_shared_memory, check
 from d3d_ray.bench.pair import Pair, check_fit, check_pairing
 from d3d_ray.bench.probe import Device, Probe, local_device, measure_hops
 from d3d_ray.config import EngineConfig
-from d3d_ray.runtime.links import has_channels
+from d3d_ray.runtime.channel import has_channels
 from d3d_ray.runtime.placement import Placement, check_devices, place
 
 _MIN_STORE_BYTES = 75 * 1024**2

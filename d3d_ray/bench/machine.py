@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from d3d_ray.bench.check import Check, Status, gigabytes
-from d3d_ray.runtime.links import BUFFER_BYTES, NUM_BUFFERS
+from d3d_ray.runtime.channel import BUFFER_BYTES
+from d3d_ray.runtime.links import NUM_BUFFERS
 
 _PACKAGE = "d3d-ray"
 _SHOWN = ("torch", "ray", "transformers")

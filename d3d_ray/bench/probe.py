@@ -18,7 +18,8 @@ from d3d_ray.config import EngineConfig
 from d3d_ray.models.drafter_folder import load_drafter
 from d3d_ray.models.loading import load_target
 from d3d_ray.records import Branch, Outcome, Table
-from d3d_ray.runtime.links import CallSender, ChannelReceiver, ChannelSender, Sender
+from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender, ReadingEnd
+from d3d_ray.runtime.links import CallSender, Sender
 
 NUM_ROUND_TRIPS = 300
 _NUM_WARMUPS = 50
@@ -62,7 +63,7 @@ class Probe:
         torch.set_num_threads(num_threads)
         self._sender: Sender | None = None
         self._receiver: ChannelReceiver | None = None
-        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._arrived: queue.Queue[Any] = queue.Queue()
         self._is_echo = threading.Event()
 
     async def device(self) -> Device:
@@ -75,7 +76,7 @@ class Probe:
             return None
         sender = ChannelSender(peer, peer_node_id)
         self._sender = sender
-        return sender.channel
+        return sender.reading_end
 
     async def accept_link(self, channel: Any, is_echo: bool) -> None:
         """Read what the peer writes; an echo answers each message with a table."""

@@ -49,11 +49,13 @@ class Correspondence:
         now = time.monotonic_ns()
         if self._drafter is None or (self.is_suspended and now < self._retry_at_ns):
             return
-        if self._drafter.send(self._message(session, drafts)):
+        message = self._message(session, drafts)
+        sent_ns = time.monotonic_ns()
+        if self._drafter.send(message):
             session.num_told = len(session.tokens)
             session.is_awaiting = not self.is_suspended
             session.awaited_epoch = session.epoch if drafts is None else session.epoch + 1
-            session.sent_ns = now
+            session.sent_ns = sent_ns
         else:
             self.count_timeout(session)
         if self.is_suspended:

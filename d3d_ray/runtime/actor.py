@@ -12,6 +12,7 @@ for: a message. Neither ever waits for the other without a deadline.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -23,7 +24,8 @@ import ray
 import torch
 
 from d3d_ray.config import EngineConfig
-from d3d_ray.runtime.links import CallSender, ChannelReceiver, ChannelSender, Sender
+from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender, ReadingEnd
+from d3d_ray.runtime.links import CallSender, Sender
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,10 @@ class LinkedActor:
         self._thread: threading.Thread | None = None
 
     def _start(self, step: Callable[[float], Any], name: str) -> None:
+        # The models' millions of objects stay; a full collection in mid-round takes milliseconds.
+        gc.collect()
+        gc.freeze()
+
         def run() -> None:
             try:
                 while not self._stopping.is_set():
@@ -102,7 +108,7 @@ class LinkedActor:
             return None
         sender = ChannelSender(peer, peer_node_id)
         self._sender = sender
-        return sender.channel
+        return sender.reading_end
 
     async def accept_link(self, channel: Any) -> None:
         """Start to read what the peer writes; with ``None`` it calls ``deliver``."""

@@ -1,32 +1,23 @@
 """How messages travel between the two actors: one small interface, two transports.
 
-``channel``: a buffered shared-memory channel, mutable objects of Ray's object store; about 0.05 ms
-a round trip on one node. ``call``: plain actor calls, about 0.8 ms; for actors on different nodes,
-or for a Ray without the (experimental) channel API.
-
-Nothing wakes the reader of a channel whose writer has died, so every read has a timeout.
+``channel`` (see ``channel.py``): a buffered shared-memory channel, mutable objects of Ray's object
+store, on one node. ``call``: plain actor calls, about ten times slower; for actors on different
+nodes, or for a Ray without the (experimental) channel API.
 """
 
-import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayChannelError, RayChannelTimeoutError
 
 from d3d_ray.records import FromDrafter, Table, ToDrafter
 
-logger = logging.getLogger(__name__)
-
-NUM_BUFFERS = 8
+NUM_BUFFERS = 4
 """Messages on their way before a write is refused."""
-BUFFER_BYTES = 1 << 20
-_READ_TIMEOUT_S = 0.5
 
 
 class Sender(Protocol):
@@ -35,61 +26,6 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class ChannelSender:
-    """The writing end of a shared-memory channel; must be made inside the writing actor."""
-
-    def __init__(self, reader: Any, reader_node_id: str) -> None:
-        from ray.experimental.channel import BufferedSharedMemoryChannel
-
-        self.channel = BufferedSharedMemoryChannel(
-            writer=ray.get_runtime_context().current_actor,
-            reader_and_node_list=[(reader, reader_node_id)],
-            num_shm_buffers=NUM_BUFFERS,
-            typ=BUFFER_BYTES,
-        )
-        self._lock = threading.Lock()
-
-    def put(self, message: Any) -> bool:
-        with self._lock:
-            try:
-                self.channel.write(message, timeout=0)
-            except RayChannelTimeoutError:
-                return False
-            except RayChannelError:  # closed: the peer is being replaced
-                return False
-        return True
-
-    def close(self) -> None:
-        self.channel.close()
-
-
-class ChannelReceiver:
-    """A thread that drains the reading end of a channel into a callback."""
-
-    def __init__(self, channel: Any, on_message: Callable[[Any], None]) -> None:
-        channel.ensure_registered_as_reader()
-        self._channel = channel
-        self._on_message = on_message
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._drain, name="d3d-link", daemon=True)
-        self._thread.start()
-
-    def _drain(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                message = self._channel.read(timeout=_READ_TIMEOUT_S)
-            except RayChannelTimeoutError:
-                continue
-            except RayChannelError:
-                return
-            self._on_message(message)
-
-    def close(self) -> None:
-        self._is_closed.set()
-        self._channel.close()
-        self._thread.join(timeout=2 * _READ_TIMEOUT_S)
 
 
 class CallSender:
@@ -144,12 +80,3 @@ class RemoteDrafter:
         if isinstance(message, Table):
             message = replace(message, arrived_ns=time.monotonic_ns())
         self._arrived.put(message)
-
-
-def has_channels() -> bool:
-    """Whether this Ray still has the shared-memory channel."""
-    try:
-        from ray.experimental.channel import BufferedSharedMemoryChannel  # noqa: F401
-    except ImportError:
-        return False
-    return True
