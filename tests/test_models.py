@@ -1,5 +1,6 @@
 """The target, its KV cache and the selection of layers, on tiny models."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,26 @@ def test_evenly_spaced_layers_include_both_ends() -> None:
 def test_other_families_cannot_be_drafters() -> None:
     with pytest.raises(ValueError, match=r"'gpt2' is not supported.*llama, qwen2, qwen3"):
         check_family(AutoConfig.for_model("gpt2"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_fixed_rows_a_row_is_the_same_bits_in_whatever_block(family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=96).to(torch.bfloat16)
+    target = Target(model, vocab_size=512)
+    target.fix_rows(8)
+    rng = random.Random(0)
+    tokens = tuple(rng.randrange(512) for _ in range(96))
+    target.forward([Block("a", 0, tokens[:5], num_logits=0)])
+    plain = []
+    for start in range(5, 96):
+        plain.append(target.forward([Block("a", start, tokens[start : start + 1], 1)])[0][0])
+    for _ in range(5):
+        target.cut("a", start := 5)
+        while start < 96:
+            block = tokens[start : start + rng.randint(1, 8)]
+            logits = target.forward([Block("a", start, block, len(block))])[0]
+            num_kept = rng.randint(1, len(block))
+            for row in range(num_kept):
+                assert torch.equal(logits[row], plain[start - 5 + row])
+            start += num_kept
+            target.cut("a", start)

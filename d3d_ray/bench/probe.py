@@ -18,7 +18,7 @@ from d3d_ray.config import EngineConfig
 from d3d_ray.models.drafter_folder import load_drafter
 from d3d_ray.models.loading import load_target
 from d3d_ray.records import Branch, Outcome, Table
-from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender, ReadingEnd
+from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender
 from d3d_ray.runtime.links import CallSender, Sender
 
 NUM_ROUND_TRIPS = 300

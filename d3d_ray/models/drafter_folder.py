@@ -29,17 +29,17 @@ def load_drafter(
     dtype: torch.dtype,
     device: str | torch.device,
 ) -> DrafterModel:
-    """Load a drafter, or derive an untrained one from the target's checkpoint.
+    """Load a drafter, or derive an untrained one from an autoregressive checkpoint.
 
-    - ``source=None``: ``num_layers`` evenly spaced layers of the target's checkpoint (None = all);
-      the mask embedding is the mean of the embedding table.
+    - ``source=None``, or ``num_layers`` given: ``num_layers`` evenly spaced layers (None = all) of
+      ``source`` or of the target's checkpoint; the mask embedding is the mean of the table.
     - a folder with our section: that drafter; ``block_size`` may be overridden.
     - any other checkpoint: a released drafter whose mask embedding is its own row
       ``mask_token_id``; without label shift unless told otherwise.
 
     Raises ``ValueError`` naming the option to give or to leave out.
     """
-    if source is None:
+    if source is None or num_layers is not None:
         section = DrafterSection(
             block_size=_required("block_size", block_size),
             mask_token_id=_required("mask_token_id", mask_token_id),
@@ -47,12 +47,7 @@ def load_drafter(
             source_layers=(),
             is_trained=False,
         )
-        return _derive(target_source, section, num_layers, dtype=dtype, device=device)
-    if num_layers is not None:
-        raise ValueError(
-            "drafter.num_layers picks layers of the target's checkpoint; leave out either it or "
-            "drafter.source"
-        )
+        return _derive(source or target_source, section, num_layers, dtype=dtype, device=device)
     section = _section(load_config(source), source, block_size, mask_token_id, label_shift)
     model = load_causal_lm(source, dtype=dtype, device=device)
     _check_mask_row(model, section.mask_token_id)
@@ -158,7 +153,7 @@ def _section(
 
 def _required(name: str, value: int | None, source: str | None = None) -> int:
     if value is None:
-        what = "a drafter derived from the target" if source is None else repr(source)
+        what = "a drafter made from other weights" if source is None else repr(source)
         raise ValueError(f"{what} does not say its {name}; give drafter.{name}")
     return value
 

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from d3d_ray.models.cache import SlotCache, align_up, check_can_cut
 
-
 _ALIGN = 64
 
 
@@ -127,7 +126,8 @@ class Target:
     def _run(
         self, cache: SlotCache, tokens: tuple[int, ...], num_logits: int
     ) -> torch.Tensor:  # [num_logits, vocab]
-        start, num_padding = cache.length, max(0, (self._num_rows or 0) - len(tokens))
+        start = cache.length
+        num_padding = max(0, (self._num_rows or 0) - len(tokens)) if num_logits else 0
         padded = (*tokens, *[0] * num_padding)
         with torch.inference_mode():
             positions = torch.arange(start, start + len(padded), device=self.device)
@@ -142,12 +142,12 @@ class Target:
                 inputs["attention_mask"] = (columns <= positions[:, None])[None, None]
             if num_logits == 0:
                 self.model.base_model(**inputs)
-                cache.cut(start + len(tokens))
                 return torch.empty(0, self.vocab_size, dtype=self.model.dtype, device=self.device)
             logits: torch.Tensor = self.model(
                 **inputs, logits_to_keep=num_logits + num_padding
             ).logits
-        cache.cut(start + len(tokens))
+        if num_padding:
+            cache.cut(start + len(tokens))
         return logits[0, :num_logits, : self.vocab_size]
 
     def _probe(self) -> int:

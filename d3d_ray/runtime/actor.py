@@ -24,7 +24,7 @@ import ray
 import torch
 
 from d3d_ray.config import EngineConfig
-from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender, ReadingEnd
+from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender
 from d3d_ray.runtime.links import CallSender, Sender
 
 logger = logging.getLogger(__name__)

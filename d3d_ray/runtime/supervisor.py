@@ -15,8 +15,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from d3d_ray.config import EngineConfig
 from d3d_ray.runtime.actor import ActorInfo
-from d3d_ray.runtime.drafter_actor import DrafterActor
 from d3d_ray.runtime.channel import has_channels
+from d3d_ray.runtime.drafter_actor import DrafterActor
 from d3d_ray.runtime.placement import Placement, check_devices
 from d3d_ray.runtime.verifier_actor import VerifierActor
 
