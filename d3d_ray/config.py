@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from d3d_ray.settings import build, check, list_settings, make_table, unknown_setting
 
+T = TypeVar("T")
 Dtype = Literal["bfloat16", "float32", "float16"]
 
 
@@ -94,9 +95,7 @@ class RuntimeConfig:
     share_device: bool = False
     """Let verifier and drafter use the same GPU; otherwise that is refused."""
     verifier_gpus: int = 1
-    """GPUs of the target."""
-    drafter_gpus: int = 1
-    """GPUs of the drafter."""
+    """GPUs over which the target's layers are spread; the drafter takes one more."""
     verifier_cpus: int = 1
     """Cores and torch threads of the target where there is no GPU."""
     drafter_cpus: int = 1
@@ -115,7 +114,7 @@ class RuntimeConfig:
     """An actor that is silent for longer is replaced, in seconds."""
 
     def __post_init__(self) -> None:
-        counts = ("verifier_gpus", "drafter_gpus", "verifier_cpus", "drafter_cpus", "max_requests")
+        counts = ("verifier_gpus", "verifier_cpus", "drafter_cpus", "max_requests")
         check(
             self,
             "runtime.",
@@ -139,9 +138,9 @@ class EngineConfig:
         check(self, "")
 
 
-def list_presets() -> list[str]:
+def list_presets(presets: Traversable | None = None) -> list[str]:
     """Names that :func:`load_config` knows."""
-    files = _presets().iterdir()
+    files = (presets or _presets()).iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
@@ -151,12 +150,19 @@ def load_config(preset_or_path: str, overrides: Sequence[str] = ()) -> EngineCon
     Values of overrides are YAML scalars. Raises ``ValueError`` on an unknown preset or setting
     (with the nearest known one), a missing setting, and a value of wrong type or range.
     """
-    data = _parse_yaml(_read(preset_or_path), preset_or_path)
+    return read_settings(EngineConfig, preset_or_path, overrides, presets=_presets())
+
+
+def read_settings(
+    owner: type[T], name_or_path: str, overrides: Sequence[str], *, presets: Traversable
+) -> T:
+    """As :func:`load_config`, for any settings dataclass and folder of ready-made YAML files."""
+    data = _parse_yaml(_read(name_or_path, presets), name_or_path)
     if not isinstance(data, dict):
-        raise ValueError(f"{preset_or_path} must hold settings such as 'target:', not {data!r}")
+        raise ValueError(f"{name_or_path} must hold settings such as 'target:', not {data!r}")
     for override in overrides:
-        _apply_override(data, override)
-    return from_dict(data)
+        _apply_override(owner, data, override)
+    return build(owner, data)
 
 
 def from_dict(data: Mapping[str, Any]) -> EngineConfig:
@@ -164,12 +170,12 @@ def from_dict(data: Mapping[str, Any]) -> EngineConfig:
     return build(EngineConfig, data)
 
 
-def to_dict(config: EngineConfig) -> dict[str, Any]:
+def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values, in the order of the dataclasses' fields."""
     return dataclasses.asdict(config, dict_factory=_plain)
 
 
-def to_yaml(config: EngineConfig) -> str:
+def to_yaml(config: Any) -> str:
     """A file for :func:`load_config` with every setting; equal configs give equal text."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
@@ -186,10 +192,10 @@ def _presets() -> Traversable:
     return resources.files("d3d_ray") / "presets"
 
 
-def _read(preset_or_path: str) -> str:
-    presets = list_presets()
+def _read(preset_or_path: str, folder: Traversable) -> str:
+    presets = list_presets(folder)
     if preset_or_path in presets:
-        return (_presets() / f"{preset_or_path}.yaml").read_text(encoding="utf-8")
+        return (folder / f"{preset_or_path}.yaml").read_text(encoding="utf-8")
     if Path(preset_or_path).is_file():
         return Path(preset_or_path).read_text(encoding="utf-8")
     nearest = difflib.get_close_matches(preset_or_path, presets, n=1, cutoff=0.0)
@@ -206,12 +212,12 @@ def _parse_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not valid YAML: {error}") from error
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
+def _apply_override(owner: type, data: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals:
         raise ValueError(f"override {override!r} has no value: write {override}=VALUE")
-    if path not in [setting.path for setting in list_settings(EngineConfig)]:
-        raise ValueError(unknown_setting(EngineConfig, path))
+    if path not in [setting.path for setting in list_settings(owner)]:
+        raise ValueError(unknown_setting(owner, path))
     section, _, name = path.rpartition(".")
     if section and data.get(section) is None:
         data[section] = {}

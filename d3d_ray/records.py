@@ -11,7 +11,7 @@ Words (the same everywhere in the package):
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -103,7 +103,7 @@ def _require_number(
     is_low_open: bool = False,
 ) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    if not is_number or value != value:
         raise ValueError(f"{name} must be a finite number, not {value!r}")
     if value < low or value > high or (is_low_open and value == low):
         bracket = "(" if is_low_open else "["
@@ -249,7 +249,7 @@ class Chunk:
     """The first ``num_accepted`` tokens are accepted drafts, the rest is the target's own."""
     finish: Finish | None = None
     error: str = ""
-    rounds: tuple["Round", ...] = field(default=())
+    rounds: tuple["Round", ...] = ()
     """Every round of the request, in the last chunk only."""
 
 
@@ -260,7 +260,7 @@ class Round:
     request: str
     epoch: int
     kind: str
-    """hit: seeded with t*; soft: another branch for k; none: a plain step."""
+    """hit: seeded with t*; soft: another branch for k; none: a plain step; or prefill."""
     cause: str = ""
     """Why there were no drafts."""
     num_drafts: int

@@ -139,6 +139,12 @@ def test_a_bad_line_is_refused_with_file_and_number(tmp_path: Path, line: str) -
         read_prompts(file)
 
 
+def test_a_line_separator_within_a_question_does_not_split_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\ufeff{"id": "a", "turns": ["one\u2028two"]}\n', encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(file)] == ["one\u2028two"]
+
+
 def test_a_missing_or_empty_file_and_an_empty_prompt_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         read_prompts(tmp_path / "missing.jsonl")

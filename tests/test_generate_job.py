@@ -94,14 +94,8 @@ def test_one_prompt_is_streamed_and_summed_up_in_a_line(config_file: Path, tmp_p
     json_file = tmp_path / "out.json"
     run = run_job(
         *("--preset", config_file, "--prompt", "hi", "--mode", "sync", "--max-tokens", "20"),
-        *(
-            "--ignore-eos",
-            "decode.max_wait_ms=60000",
-            "--simulate-acceptance",
-            "1",
-            "--json",
-            json_file,
-        ),
+        *("--ignore-eos", "decode.max_wait_ms=60000", "--temperature", "1"),
+        *("--simulate-acceptance", "1", "--json", json_file),
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.endswith("\n")

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,6 +127,11 @@ def test_streaming_gives_the_same_tokens_and_leaving_it_cancels(engine: Engine) 
         ([5] * 1024, {}, "1024"),
         ([5], {"stop_token_ids": (600,)}, "600"),
         ([1.5], {}, "token ids"),
+        (b"abc", {}, "bytes"),
+        (None, {}, "NoneType"),
+        ("\ud800", {}, "no valid text"),
+        ([{"role": "user"}], {}, "role and content"),
+        ([{"role": "user", "content": None}], {}, "role and content"),
     ],
     ids=str,
 )
@@ -135,6 +141,11 @@ def test_bad_prompts_are_refused_and_the_engine_goes_on(
     with pytest.raises(ValueError, match=message):
         engine.generate([prompt], Sampling(max_tokens=4, **sampling))
     assert len(engine.generate([[5]], Sampling(max_tokens=4, ignore_eos=True))[0].tokens) == 4
+
+
+def test_one_text_in_place_of_a_list_of_prompts_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="list of prompts"):
+        engine.generate("Why is the sky blue?")
 
 
 @pytest.mark.parametrize("length", [1023, 1022, 1020, 1016])
@@ -193,6 +204,35 @@ def test_killing_the_verifier_is_an_explicit_error_and_the_next_request_works(
     wait_until(lambda: is_drafting(engine), seconds=30)
 
 
+def test_both_killed_at_once_are_both_replaced(engine: Engine) -> None:
+    expected = engine.generate([PROMPTS[3]], Sampling(max_tokens=20))[0].tokens
+    for pid in (engine.supervisor.verifier_info.pid, drafter_pid(engine)):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: is_answering(engine), seconds=60)
+    assert engine.generate([PROMPTS[3]], Sampling(max_tokens=20))[0].tokens == expected
+    wait_until(lambda: is_drafting(engine), seconds=60)
+
+
+def test_closing_ends_the_answers_in_flight_and_refuses_new_ones(folder: Path) -> None:
+    ended: list[BaseException] = []
+
+    def ask(engine: Engine) -> None:
+        try:
+            engine.generate(PROMPTS, Sampling(max_tokens=900, ignore_eos=True))
+        except RuntimeError as error:
+            ended.append(error)
+
+    with Engine(make_config(folder)) as engine:
+        thread = threading.Thread(target=ask, args=[engine])
+        thread.start()
+        wait_until(lambda: counters(engine)["running"] > 0)
+    thread.join(timeout=20)
+    assert not thread.is_alive() and len(ended) == 1
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate(PROMPTS)
+
+
 def test_nothing_is_left_behind(folder: Path) -> None:
     with Engine(make_config(folder)) as engine:
         pids = [engine.supervisor.verifier_info.pid, drafter_pid(engine)]
@@ -210,6 +250,13 @@ def drafter_pid(engine: Engine) -> int:
 def is_drafting(engine: Engine) -> bool:
     answer = engine.generate([PROMPTS[1]], Sampling(max_tokens=50, ignore_eos=True))[0]
     return any(r.num_drafts for r in answer.rounds)
+
+
+def is_answering(engine: Engine) -> bool:
+    try:
+        return bool(engine.generate([PROMPTS[1]], Sampling(max_tokens=5)))
+    except VerifierDiedError:
+        return False
 
 
 def counters(engine: Engine) -> dict[str, int]:

@@ -44,7 +44,9 @@ def examine(config: EngineConfig, *, with_curves: bool = True) -> Iterator[Check
             return
         yield check_shared_memory(free_bytes, _store_bytes())
         try:
-            placement = place(config.runtime, timeout_s=config.runtime.call_timeout_s)
+            placement = place(
+                config.runtime, has_drafter=True, timeout_s=config.runtime.call_timeout_s
+            )
         except (ValueError, TimeoutError) as error:
             yield Check(name="placement", status=Status.FAIL, text=str(error))
             yield check_fit(pair, local_device(), local_device())
@@ -71,7 +73,7 @@ class _Actors:
         for probe in (self._verifier, self._drafter):
             closing.callback(ray.kill, probe)
 
-    def _probe(self, placement: Placement, bundle: int, num_threads: int) -> Any:
+    def _probe(self, placement: Placement, bundle: int | None, num_threads: int) -> Any:
         return ray.remote(Probe).options(**placement.options(bundle)).remote(num_threads)
 
     def examine(self, with_curves: bool) -> Iterator[Check]:

@@ -39,7 +39,7 @@ def _cpu_model() -> str:
 
 def _gpu_names() -> list[str]:
     # Asking torch would open a CUDA context in this process, on an actor's device.
-    return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    return output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
 
 
 def _commit() -> str | None:
@@ -47,10 +47,11 @@ def _commit() -> str | None:
     if not (root / ".git").exists():  # An installed package may lie inside somebody's repository.
         return None
     describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    return _output("git", "-C", str(root), *describe).strip() or None
+    return output_of("git", "-C", str(root), *describe).strip() or None
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
+    """What a command prints; empty when it is not there or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -18,7 +18,6 @@ from d3d_ray.bench.check import Check, Status, gigabytes
 from d3d_ray.bench.curves import Curve, Deadline, draft_curve, synchronise, verify_curve
 from d3d_ray.bench.identity import compare_decoding
 from d3d_ray.bench.packed_alone import compare_packing
-from d3d_ray.bench.probe import available_memory
 from d3d_ray.bench.shapes import (
     QWEN3_MASK,
     build_random,
@@ -29,6 +28,7 @@ from d3d_ray.bench.shapes import (
 from d3d_ray.models.drafter import DrafterModel, DrafterSection
 from d3d_ray.models.network import DrafterNetwork
 from d3d_ray.models.target import Target
+from d3d_ray.runtime.placement import available_memory
 
 _SPARE_BYTES = 2 * 10**9
 """For activations, logits and the CUDA context."""
@@ -96,11 +96,8 @@ def _with_model(
     try:
         yield from check(name, config, plan, device, deadline)
     except RuntimeError as error:  # Out of memory, a kernel that fails, a request that ends so.
-        yield Check(
-            name=name,
-            status=Status.FAIL,
-            text=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-        )
+        reason = str(error).partition("\n")[0]
+        yield Check(name=name, status=Status.FAIL, text=f"{type(error).__name__}: {reason}")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     seconds = time.monotonic() - start
     text = f"{seconds:.1f} s" + (f", peak memory {gigabytes(peak)}" if peak is not None else "")
@@ -133,6 +130,15 @@ def _check_target(
     model = build_random(config, dtype=plan.dtype, device=device)
     target = Target(model, vocab_size=config.vocab_size)
     synchronise(device)
+    yield _check_identity(f"{name}: greedy identity", target, plan, deadline)
+    for num_cached in plan.num_cached:
+        curve = verify_curve(target, plan.verify_rows, num_cached=num_cached, deadline=deadline)
+        yield _curve_check(f"{name}: T_verify", curve)
+    target.fix_rows(plan.block_size)
+    yield _check_identity(f"{name}: greedy identity, fixed rows", target, plan, deadline)
+
+
+def _check_identity(name: str, target: Target, plan: CheckPlan, deadline: Deadline) -> Check:
     decoding = compare_decoding(
         target,
         num_prompt=plan.num_prompt,
@@ -140,15 +146,12 @@ def _check_target(
         block_size=plan.block_size,
         deadline=deadline,
     )
-    yield Check(
-        name=f"{name}: greedy identity",
+    return Check(
+        name=name,
         status=decoding.status,
         text=str(decoding),
         data={**asdict(decoding), "num_wrong": decoding.num_wrong},
     )
-    for num_cached in plan.num_cached:
-        curve = verify_curve(target, plan.verify_rows, num_cached=num_cached, deadline=deadline)
-        yield _curve_check(f"{name}: T_verify", curve)
 
 
 def _check_first_drafter(

@@ -1,10 +1,10 @@
 """Does block decoding give the plain text? Through the real scheduler, with drafts made up here.
 
-It does exactly in fp32. In bf16 the number of rows of a pass changes its last bits, so a token may
-differ where the plain target has a near-tie; such differences are counted.
+It does exactly in fp32, and with fixed rows. Otherwise, in bf16, the number of rows of a pass
+changes its last bits, so a token may differ where the plain target has a near-tie; such differences
+are counted.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ import torch
 
 from d3d_ray.bench.check import Status
 from d3d_ray.bench.curves import Deadline, random_tokens
-from d3d_ray.bench.near_ties import MAX_GAP_UNITS, find_difference
+from d3d_ray.bench.near_ties import MAX_GAP_UNITS, find_difference, find_unit
 from d3d_ray.decode.drafting import DraftWorker
 from d3d_ray.decode.plans import Offer, Work
 from d3d_ray.decode.protocols import Block, Verifier
@@ -24,8 +24,6 @@ from d3d_ray.records import Chunk, FromDrafter, Mode, Request, Sampling, Table, 
 
 _ACCEPTANCE = 0.8
 _REQUEST = "identity"
-
-
 _NUM_CANDIDATES = 8
 _MAX_NOISE_UNITS = 16.0
 """More noise than this is no rounding, and excuses nothing."""
@@ -141,12 +139,6 @@ def measure_shortfall(
     """How far the token is below the best one, in units in the last place of the larger logit."""
     best, own = float(logits.max()), float(logits[token])
     return (best - own) / find_unit(max(abs(best), abs(own)), logits.dtype)
-
-
-def find_unit(largest: float, dtype: torch.dtype) -> float:
-    """One unit in the last place of a number of this size."""
-    info = torch.finfo(dtype)
-    return info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))
 
 
 def _tokens(chunks: Sequence[Chunk]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -11,12 +10,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from d3d_ray.bench.check import Check, Status, gigabytes
+from d3d_ray.bench.environment import output_of
 from d3d_ray.runtime.channel import BUFFER_BYTES
 from d3d_ray.runtime.links import NUM_BUFFERS
 
 _PACKAGE = "d3d-ray"
 _SHOWN = ("torch", "ray", "transformers")
-_TIMEOUT_S = 20.0
 
 
 def check_versions() -> Iterator[Check]:
@@ -103,12 +102,3 @@ def check_shared_memory(free_bytes: int, store_bytes: int) -> Check:
         f"object store"
     )
     return Check(name="shm", status=Status.WARN, text=text, data=data)
-
-
-def output_of(*command: str) -> str:
-    """What a command prints; empty when it is not there or fails."""
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return run.stdout if run.returncode == 0 else ""

@@ -80,9 +80,13 @@ def measure_gap(
     first: Candidate, second: Candidate, *, dtype: torch.dtype, sampling: Sampling
 ) -> float:
     """How far two tokens are apart, in units in the last place of the larger logit."""
-    largest = max(abs(first.logit), abs(second.logit))
-    info = torch.finfo(dtype)
-    unit = info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))
+    unit = find_unit(max(abs(first.logit), abs(second.logit)), dtype)
     # Scores are logits divided by the temperature, and so is a rounding error in them.
     temperature = 1.0 if sampling.is_greedy else sampling.temperature
     return (first.score - second.score) * temperature / unit
+
+
+def find_unit(largest: float, dtype: torch.dtype) -> float:
+    """One unit in the last place of a number of this size."""
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))

@@ -1,6 +1,7 @@
 """The command line of ``jobs/generate.py``: parsed and checked before anything heavy is loaded."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,11 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _check_output(file: Path | None) -> Path | None:
     """Better to refuse now than after an hour of measuring."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+    if file is None:
+        return None
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir():
         raise ValueError(f"cannot write {file}: give a file in a folder that exists")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"cannot write {file}: no permission, or a read-only file system")
     return file

@@ -1,12 +1,10 @@
 """A small actor in the place of the verifier or the drafter: looks around and measures there."""
 
 import asyncio
-import os
 import queue
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,11 +13,12 @@ import torch
 
 from d3d_ray.bench.curves import ROWS, Curve, draft_curve, verify_curve
 from d3d_ray.config import EngineConfig
-from d3d_ray.models.drafter_folder import load_drafter
-from d3d_ray.models.loading import load_target
 from d3d_ray.records import Branch, Outcome, Table
-from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender
-from d3d_ray.runtime.links import CallSender, Sender
+from d3d_ray.runtime.channel import ChannelReceiver, open_sender
+from d3d_ray.runtime.drafter_actor import load_drafter_of
+from d3d_ray.runtime.links import Sender
+from d3d_ray.runtime.placement import available_memory
+from d3d_ray.runtime.verifier_actor import load_target_of
 
 NUM_ROUND_TRIPS = 300
 _NUM_WARMUPS = 50
@@ -71,12 +70,8 @@ class Probe:
 
     async def open_link(self, peer: Any, peer_node_id: str | None) -> Any:
         """As the actors do: a channel, or calls when no node id is given."""
-        if peer_node_id is None:
-            self._sender = CallSender(peer)
-            return None
-        sender = ChannelSender(peer, peer_node_id)
-        self._sender = sender
-        return sender.reading_end
+        self._sender, reading_end = open_sender(peer, peer_node_id)
+        return reading_end
 
     async def accept_link(self, channel: Any, is_echo: bool) -> None:
         """Read what the peer writes; an echo answers each message with a table."""
@@ -122,29 +117,14 @@ class Probe:
 
     async def verify_curve(self, config: EngineConfig, block_size: int) -> Curve:
         """Load the target as the verifier does, and time it."""
-        device = _torch_device()
-        target = load_target(
-            config.target.source,
-            dtype=getattr(torch, config.target.dtype),
-            device=device,
-            num_devices=config.runtime.verifier_gpus if device.type == "cuda" else 1,
-            max_context=config.target.max_context,
-        )
+        target = load_target_of(config, _torch_device())
+        if config.target.fixed_rows:
+            target.fix_rows(block_size)
         return verify_curve(target, (*ROWS, block_size))
 
     async def draft_curve(self, config: EngineConfig) -> tuple[Curve, int]:
         """Load the drafter as its actor does, and time it; returns its block size as well."""
-        settings = config.drafter
-        drafter = load_drafter(
-            settings.source,
-            target_source=config.target.source,
-            num_layers=settings.num_layers,
-            block_size=settings.block_size,
-            mask_token_id=settings.mask_token_id,
-            label_shift=settings.label_shift,
-            dtype=getattr(torch, settings.dtype or config.target.dtype),
-            device=_torch_device(),
-        )
+        drafter = load_drafter_of(config, _torch_device())
         rows = (*ROWS, config.decode.max_draft_rows)
         return draft_curve(drafter, rows), drafter.block_size
 
@@ -177,16 +157,6 @@ def local_device() -> Device:
         num_threads=torch.get_num_threads(),
         free_bytes=sum(free) if num_gpus else available_memory(),
     )
-
-
-def available_memory() -> int:
-    """Bytes of main memory that can still be had, caches that would be given up included."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _torch_device() -> torch.device:

@@ -25,10 +25,11 @@ def read_prompts(file: Path) -> list[NamedPrompt]:
     Raises ``ValueError`` with file and line for what is empty or malformed.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON may hold other line separators than the line feed as they are.
+        lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the prompts file {file} cannot be read: {error}") from error
-    if not lines:
+    if lines == [""]:
         raise ValueError(f'{file} is empty: write lines such as {{"id": "a", "turns": ["Hi"]}}')
     return [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, start=1)]
 

@@ -98,7 +98,7 @@ def _dress(axes: Axes, title: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    colours = {**{_MEANINGS[kind]: colour for kind, colour in _COLOURS.items()}}
+    colours = {_MEANINGS[kind]: colour for kind, colour in _COLOURS.items()}
     colours["packed draft for every outcome"] = _DRAFT_COLOUR
     handles = [
         Patch(facecolor=colour, edgecolor="black", label=meaning)

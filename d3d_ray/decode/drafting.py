@@ -9,17 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from d3d_ray.decode.plans import DraftPlan, Work
 from d3d_ray.records import Free, FromDrafter, Lost, Outcome, Prefill, Table, ToDrafter
-
-
-@dataclass(slots=True)
-class _Slot:
-    work: Work
-    is_open: bool
-    """There is work nobody has drafted for yet."""
 
 
 class DraftWorker:
@@ -28,8 +21,9 @@ class DraftWorker:
     def __init__(self, plan: DraftPlan, send: Callable[[FromDrafter], bool]) -> None:
         self._plan = plan
         self._send = send
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Work] = {}
         self._queue: deque[str] = deque()
+        """Requests whose work nobody has drafted for yet."""
         self._ended: deque[str] = deque()
         self._condition = threading.Condition()
         self.num_passes = 0
@@ -48,7 +42,7 @@ class DraftWorker:
                 return
             work = self._merge(message, received_ns)
             if work is not None:
-                self._slots[message.request] = _Slot(work, is_open=True)
+                self._slots[message.request] = work
                 if message.request not in self._queue:
                     self._queue.append(message.request)
                 self._condition.notify()
@@ -75,13 +69,13 @@ class DraftWorker:
                 script=message.script,
                 received_ns=received_ns,
             )
-        slot = self._slots.get(message.request)
-        if slot is None or len(slot.work.tokens) != message.start:
+        work = self._slots.get(message.request)
+        if work is None or len(work.tokens) != message.start:
             return None
         return replace(
-            slot.work,
+            work,
             epoch=_table_epoch(message),
-            tokens=slot.work.tokens + message.tokens,
+            tokens=work.tokens + message.tokens,
             drafts=message.drafts,
             received_ns=received_ns,
         )
@@ -120,16 +114,14 @@ class DraftWorker:
 
     def _take(self) -> Work | None:
         while self._queue:
-            slot = self._slots.get(self._queue.popleft())
-            if slot is not None and slot.is_open:
-                slot.is_open = False
-                return slot.work
+            work = self._slots.get(self._queue.popleft())
+            if work is not None:  # None: freed meanwhile
+                return work
         return None
 
     def _is_stale(self, work: Work) -> bool:
         with self._condition:
-            slot = self._slots.get(work.request)
-            return slot is None or slot.work is not work
+            return self._slots.get(work.request) is not work
 
 
 def _table_epoch(message: Prefill | Outcome) -> int:

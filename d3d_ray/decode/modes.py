@@ -70,11 +70,14 @@ class Asynchronous:
     def after_round(self, session: Session, verify_ns: float) -> None:
         """Wait while the expected gain in tokens exceeds wait × tokens/s, at most one T_verify."""
         now = time.monotonic_ns()
+        verify_ns = verify_ns or self._max_wait_s * _NS_PER_S  # not measured yet
         num_decoded = session.num_output - 1
-        ns_per_token = (now - session.decoding_since_ns) / num_decoded if num_decoded else verify_ns
+        ns_per_token = verify_ns
+        if num_decoded:
+            ns_per_token = (now - session.decoding_since_ns) / num_decoded
         gain = max(session.drafted_length - 1.0, 0.0)
         wait_ns = min(gain * ns_per_token, verify_ns, self._max_wait_s * _NS_PER_S)
-        session.deadline_ns = now + int(wait_ns)
+        session.deadline_ns = now + int(wait_ns) if wait_ns >= 1 else 0
 
 
 def make_policies(correspondence: Correspondence, *, max_wait_s: float) -> dict[Mode, ModePolicy]:

@@ -1,4 +1,4 @@
-"""The two seams of the decode loops. Both are batch-shaped; an implementation may loop inside."""
+"""The two seams of the decode loops. A verifier takes a batch, but may loop inside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -165,7 +165,7 @@ class Scheduler:
 
     def _round(self, session: Session) -> None:
         pick = session.pick()
-        if session.is_awaiting:
+        if session.is_awaiting and session.deadline_ns:
             self.correspondence.count_timeout(session)
         start = time.monotonic_ns()
         self._policies[session.request.mode].before_verify(session, pick.drafts)
@@ -228,5 +228,6 @@ class Scheduler:
         self.correspondence.forget(session)
         if error:
             logger.error("request %s ended: %s", session.id, error)
+        num_accepted = min(session.num_accepted, len(tokens))
         rounds = tuple(session.rounds)
-        self._on_chunk(Chunk(session.id, tokens, kind, session.num_accepted, finish, error, rounds))
+        self._on_chunk(Chunk(session.id, tokens, kind, num_accepted, finish, error, rounds))

@@ -44,7 +44,10 @@ class Session:
         self.num_told: int | None = None
         """How many committed tokens the drafter knows; None = it must get a Prefill."""
         self.is_awaiting = False
-        """A table for ``awaited_epoch`` is on its way, and worth a wait until ``deadline_ns``."""
+        """A table for ``awaited_epoch`` is on its way.
+
+        It is worth a wait until ``deadline_ns``; 0 = no wait.
+        """
         self.awaited_epoch = 0
         self.deadline_ns = 0
         self.sent_ns = 0

@@ -48,7 +48,8 @@ class Target:
         config = model.config.get_text_config(decoder=True)
         self.model = model.eval()
         self.vocab_size = min(vocab_size, config.vocab_size)
-        self.stop_ids = stop_ids
+        # An id that is never emitted stops nothing, and has no logit to be forbidden.
+        self.stop_ids = frozenset(id_ for id_ in stop_ids if id_ < self.vocab_size)
         self.max_positions = _max_positions(
             getattr(config, "max_position_embeddings", None), max_context
         )
@@ -73,7 +74,9 @@ class Target:
             self._check(block)
         results = []
         for block in blocks:
-            cache = self._caches.setdefault(block.request, self._new_cache())
+            if block.request not in self._caches:
+                self._caches[block.request] = self._new_cache()
+            cache = self._caches[block.request]
             results.append(self._run(cache, block.tokens, block.num_logits))
         return results
 

@@ -24,8 +24,8 @@ import ray
 import torch
 
 from d3d_ray.config import EngineConfig
-from d3d_ray.runtime.channel import ChannelReceiver, ChannelSender
-from d3d_ray.runtime.links import CallSender, Sender
+from d3d_ray.runtime.channel import ChannelReceiver, open_sender
+from d3d_ray.runtime.links import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,7 @@ class LinkedActor:
         self._device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._sender: Sender | None = None
         self._receiver: ChannelReceiver | None = None
-        self._stopping = threading.Event()
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
 
     def _start(self, step: Callable[[float], Any], name: str) -> None:
         # The models' millions of objects stay; a full collection in mid-round takes milliseconds.
@@ -71,15 +69,14 @@ class LinkedActor:
 
         def run() -> None:
             try:
-                while not self._stopping.is_set():
+                while True:
                     step(_STEP_TIMEOUT_S)
             except BaseException as error:
                 logger.exception("the %s stopped", name)
                 self._failure = error
                 self._fail(error)
 
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def _fail(self, error: BaseException) -> None:
         """The working thread has ended with an error."""
@@ -103,21 +100,24 @@ class LinkedActor:
         """Make the writing end towards ``peer``: a channel, or calls when no node id is given."""
         if self._sender is not None:
             self._sender.close()
-        if peer_node_id is None:
-            self._sender = CallSender(peer)
-            return None
-        sender = ChannelSender(peer, peer_node_id)
-        self._sender = sender
-        return sender.reading_end
+        self._sender, reading_end = open_sender(peer, peer_node_id)
+        return reading_end
 
     async def accept_link(self, channel: Any) -> None:
         """Start to read what the peer writes; with ``None`` it calls ``deliver``."""
         if self._receiver is not None:
             await asyncio.to_thread(self._receiver.close)
-        self._receiver = None if channel is None else ChannelReceiver(channel, self._receive)
+        self._receiver = None if channel is None else ChannelReceiver(channel, self._take)
 
     async def deliver(self, message: Any) -> None:
-        self._receive(message)
+        self._take(message)
+
+    def _take(self, message: Any) -> None:
+        try:
+            self._receive(message)
+        except Exception as error:  # Or nobody would hear of it: ping() tells it on.
+            logger.exception("a message could not be taken in")
+            self._failure = error
 
     async def ping(self) -> None:
         """Answers while the actor lives; raises when its working thread does not."""
@@ -127,11 +127,3 @@ class LinkedActor:
     async def watch(self) -> None:
         """Never returns; its reference breaks in the moment the actor dies."""
         await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        self._stopping.set()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 5.0)
-        for end in (self._sender, self._receiver):
-            if end is not None:
-                end.close()

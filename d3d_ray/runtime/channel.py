@@ -1,16 +1,14 @@
 """The shared-memory transport: a channel of Ray's object store, and a bell to wake its reader.
 
 A blocking read of such a channel spins, which on two cores takes one from the models, and nothing
-wakes the reader when the writer dies. So the reader sleeps on a named pipe: the writer puts a
-message into the channel and then a byte into the pipe, which breaks when the writer dies.
+wakes the reader when the writer dies. So the reader sleeps on a pipe: the writer puts a message
+into the channel and then a byte into the pipe, which breaks when the writer dies.
 """
 
 import os
 import pickle
 import select
-import tempfile
 import threading
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayChannelError, RayChannelTimeoutError
 
-from d3d_ray.runtime.links import NUM_BUFFERS
+from d3d_ray.runtime.links import NUM_BUFFERS, CallSender, Sender
 
 BUFFER_BYTES = 1 << 20
 """Room for a prompt of about 200,000 tokens; a longer one makes the channel grow."""
@@ -31,7 +29,7 @@ class ReadingEnd:
 
     channel: Any
     bell: str
-    """Path of the named pipe."""
+    """Where /proc shows the pipe; unlike a named one it leaves nothing when its maker is killed."""
 
 
 class ChannelSender:
@@ -46,15 +44,13 @@ class ChannelSender:
             num_shm_buffers=NUM_BUFFERS,
             typ=BUFFER_BYTES,
         )
-        self._path = os.path.join(tempfile.gettempdir(), f"d3d-ray-{uuid.uuid4().hex}")
-        os.mkfifo(self._path, mode=0o600)
-        # Both ways, so that opening does not wait for the reader.
-        self._bell = os.open(self._path, os.O_RDWR | os.O_NONBLOCK)
+        # The end for reading stays open here, too, so that the reader may come at any time.
+        self._bell_end, self._bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._lock = threading.Lock()
 
     @property
     def reading_end(self) -> ReadingEnd:
-        return ReadingEnd(self._channel, self._path)
+        return ReadingEnd(self._channel, f"/proc/{os.getpid()}/fd/{self._bell_end}")
 
     def put(self, message: Any) -> bool:
         """Hand over a message without blocking; False when the way is full or closed."""
@@ -69,11 +65,12 @@ class ChannelSender:
 
     def close(self) -> None:
         with self._lock:
+            if self._bell < 0:
+                return
             self._channel.close()
             os.close(self._bell)
+            os.close(self._bell_end)
             self._bell = -1
-            if os.path.exists(self._path):  # the reader never came
-                os.unlink(self._path)
 
 
 class ChannelReceiver:
@@ -83,7 +80,6 @@ class ChannelReceiver:
         end.channel.ensure_registered_as_reader()
         self._channel = end.channel
         self._bell = os.open(end.bell, os.O_RDONLY | os.O_NONBLOCK)
-        os.unlink(end.bell)
         self._on_message = on_message
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._drain, name="d3d-link", daemon=True)
@@ -108,6 +104,14 @@ class ChannelReceiver:
         self._is_closed.set()
         self._channel.close()
         self._thread.join(timeout=2 * _READ_TIMEOUT_S)
+
+
+def open_sender(peer: Any, peer_node_id: str | None) -> tuple[Sender, ReadingEnd | None]:
+    """The writing end towards ``peer`` and its counterpart: calls when no node id is given."""
+    if peer_node_id is None:
+        return CallSender(peer), None
+    sender = ChannelSender(peer, peer_node_id)
+    return sender, sender.reading_end
 
 
 def has_channels() -> bool:

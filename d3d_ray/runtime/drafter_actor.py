@@ -21,18 +21,8 @@ class DrafterActor(LinkedActor):
 
     async def load(self) -> ActorInfo:
         """Load the model and start to draft; raises what the loading raises."""
-        config, settings = self._config, self._config.drafter
-        self._model = load_drafter(
-            settings.source,
-            target_source=config.target.source,
-            num_layers=settings.num_layers,
-            block_size=settings.block_size,
-            mask_token_id=settings.mask_token_id,
-            label_shift=settings.label_shift,
-            dtype=getattr(torch, settings.dtype or config.target.dtype),
-            device=self._device,
-        )
-        self._worker = DraftWorker(make_plan(config, self._model), self._send)
+        self._model = load_drafter_of(self._config, self._device)
+        self._worker = DraftWorker(make_plan(self._config, self._model), self._send)
         self._start(self._worker.step, "draft thread")
         return self._info(
             vocab_size=self._model.vocab_size,
@@ -52,14 +42,30 @@ class DrafterActor(LinkedActor):
         return {"passes": self._worker.num_passes, "unsent": self._worker.num_unsent}
 
     async def accept_link(self, channel: Any) -> None:
-        self._worker.reset()  # a verifier at a new link tells everything anew
         await super().accept_link(channel)
+        # Now the old link is closed; a verifier at a new one tells everything anew, once attached.
+        self._worker.reset()
 
     def _receive(self, message: Any) -> None:
         self._worker.receive(message)
 
     def _send(self, message: FromDrafter) -> bool:
         return self._sender is not None and self._sender.put(message)
+
+
+def load_drafter_of(config: EngineConfig, device: torch.device) -> DrafterModel:
+    """The drafter that the settings ask for."""
+    settings = config.drafter
+    return load_drafter(
+        settings.source,
+        target_source=config.target.source,
+        num_layers=settings.num_layers,
+        block_size=settings.block_size,
+        mask_token_id=settings.mask_token_id,
+        label_shift=settings.label_shift,
+        dtype=getattr(torch, settings.dtype or config.target.dtype),
+        device=device,
+    )
 
 
 def make_plan(config: EngineConfig, model: DrafterModel) -> DraftPlan:

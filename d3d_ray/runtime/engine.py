@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from d3d_ray.config import EngineConfig
 from d3d_ray.models.loading import load_tokenizer
 from d3d_ray.records import Chunk, Finish, Mode, Request, Round, Sampling
 from d3d_ray.runtime.placement import Placement, place
 from d3d_ray.runtime.prompts import Prompt, check_tokens, encode
+from d3d_ray.runtime.role import cause_of
 from d3d_ray.runtime.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, placement: Placement | None = None) -> None:
         self.config = config
+        self.tokenizer = load_tokenizer(config.target.source)  # Finds a wrong source at once.
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -64,13 +66,19 @@ class Engine:
         try:
             if self._owns_ray:
                 self._closing.callback(ray.shutdown)
-            self.tokenizer = load_tokenizer(config.target.source)
             if placement is None:
-                placement = place(config.runtime, timeout_s=config.runtime.call_timeout_s)
+                placement = place(
+                    config.runtime,
+                    has_drafter=config.decode.mode != "ar",
+                    timeout_s=config.runtime.call_timeout_s,
+                )
             self._closing.callback(placement.remove)
             self._supervisor = Supervisor(config, placement)
             self._closing.callback(self._supervisor.close)
             self._supervisor.start()
+        except RayError as error:
+            self._closing.close()
+            raise cause_of(error) from error
         except BaseException:
             self._closing.close()
             raise
@@ -103,8 +111,11 @@ class Engine:
         """Answer all prompts, ``runtime.max_requests`` in flight at a time, in their order.
 
         ``on_answer(index, answer)`` is called as answers come. Raises ``ValueError`` on a bad
-        prompt or setting, :class:`VerifierDiedError` and :class:`RequestFailedError`.
+        prompt or setting, :class:`VerifierDiedError`, :class:`RequestFailedError`, and
+        ``OverflowError`` when more than ``runtime.max_waiting`` requests wait already.
         """
+        if isinstance(prompts, str):
+            raise ValueError("generate takes a list of prompts: write [prompt] for a single one")
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(samplings) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(samplings)} samplings: give as many")
@@ -113,7 +124,9 @@ class Engine:
             for prompt, each in zip(prompts, samplings, strict=True)
         ]
         if self._is_simulating(requests):
-            scripts = self.generate([r.prompt for r in requests], samplings, mode=Mode.AR)
+            # Drawn with the requests' own seeds, or the script would be another answer.
+            seeded = [r.sampling for r in requests]
+            scripts = self.generate([r.prompt for r in requests], seeded, mode=Mode.AR)
             requests = [replace(r, script=a.tokens) for r, a in zip(requests, scripts, strict=True)]
         answers: dict[int, Answer] = {}
         try:
@@ -121,7 +134,7 @@ class Engine:
                 answers[index] = self._answer(requests[index], chunks)
                 if on_answer is not None:
                     on_answer(index, answers[index])
-        except ActorDiedError as error:
+        except RayActorError as error:
             raise VerifierDiedError(_DIED) from error
         return [answers[index] for index in range(len(requests))]
 
@@ -134,7 +147,9 @@ class Engine:
         """
         request = self.request(prompt, sampling, mode=mode)
         if self._is_simulating([request]):
-            script = await asyncio.to_thread(self.generate, [prompt], sampling, mode=Mode.AR)
+            script = await asyncio.to_thread(
+                self.generate, [request.prompt], request.sampling, mode=Mode.AR
+            )
             request = replace(request, script=script[0].tokens)
         verifier = await asyncio.to_thread(self._supervisor.verifier)
         chunks = verifier.stream.remote(request)
@@ -146,19 +161,21 @@ class Engine:
                 if chunk.finish is Finish.ERROR:
                     raise RequestFailedError(chunk.error)
                 yield chunk
-        except ActorDiedError as error:
+        except RayActorError as error:
             is_finished = True
             self._supervisor.report_loss(verifier)
             raise VerifierDiedError(_DIED) from error
         except RayTaskError as error:
             is_finished = True
-            raise error.as_instanceof_cause() from None
+            raise cause_of(error) from error
         finally:
             if not is_finished:
                 verifier.cancel.remote(request.id)
 
     def request(self, prompt: Prompt, sampling: Sampling, *, mode: Mode | None = None) -> Request:
         """Check a prompt and its sampling against the target. Raises ``ValueError``."""
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, not {sampling!r:.80}")
         info = self._supervisor.verifier_info
         tokens = encode(self.tokenizer, prompt)
         check_tokens(tokens, sampling, info.vocab_size, info.max_positions)
@@ -204,8 +221,8 @@ class Engine:
                     try:
                         chunks = ray.get(reference)
                     except RayTaskError as error:
-                        raise error.as_instanceof_cause() from None
-                    except ActorDiedError:
+                        raise cause_of(error) from error
+                    except RayActorError:
                         self._supervisor.report_loss(verifier)
                         raise
                     yield index, chunks

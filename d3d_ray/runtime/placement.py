@@ -1,6 +1,8 @@
 """Where the two actors run: one bundle of a placement group each."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,15 +16,34 @@ _ACTOR_CPUS_BESIDE_GPU = 1
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group with the verifier's and the drafter's bundles."""
+    """A placement group with the verifier's and the drafter's bundles, one for each.
+
+    Raises ``ValueError`` on a bundle that the group has not, or that both shall have.
+    """
 
     group: PlacementGroup
     verifier_bundle: int
-    drafter_bundle: int
+    drafter_bundle: int | None
+    """None: there is no drafter."""
     is_owned: bool
 
-    def options(self, bundle: int) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        num_bundles = len(self.group.bundle_specs)
+        for bundle in (self.verifier_bundle, self.drafter_bundle):
+            if bundle is not None and not 0 <= bundle < num_bundles:
+                raise ValueError(
+                    f"the placement group has bundles 0 to {num_bundles - 1}, no {bundle}"
+                )
+        if self.verifier_bundle == self.drafter_bundle:
+            raise ValueError(
+                f"verifier and drafter both got bundle {self.verifier_bundle}, and each takes a "
+                "whole one: give them one each"
+            )
+
+    def options(self, bundle: int | None) -> dict[str, Any]:
         """Options for an actor that takes the whole bundle."""
+        if bundle is None:
+            return {}
         resources = self.group.bundle_specs[bundle]
         return {
             "num_cpus": resources.get("CPU", 0),
@@ -43,14 +64,19 @@ def bundles(config: RuntimeConfig, *, num_gpus: float, num_cpus: float) -> list[
     Raises ``ValueError`` when two devices are needed and only one is there.
     """
     if num_gpus:
-        needed = config.verifier_gpus + config.drafter_gpus
-        if num_gpus >= needed and not config.share_device:
+        if config.share_device:
+            if config.verifier_gpus > 1:
+                raise ValueError(
+                    "runtime.share_device=true puts both models on one GPU and "
+                    f"runtime.verifier_gpus is {config.verifier_gpus}: leave out one of them"
+                )
+            return [{"GPU": 0.5, "CPU": _ACTOR_CPUS_BESIDE_GPU}] * 2
+        needed = config.verifier_gpus + 1
+        if num_gpus >= needed:
             return [
                 {"GPU": config.verifier_gpus, "CPU": _ACTOR_CPUS_BESIDE_GPU},
-                {"GPU": config.drafter_gpus, "CPU": _ACTOR_CPUS_BESIDE_GPU},
+                {"GPU": 1, "CPU": _ACTOR_CPUS_BESIDE_GPU},
             ]
-        if config.share_device:
-            return [{"GPU": 0.5, "CPU": _ACTOR_CPUS_BESIDE_GPU}] * 2
         raise ValueError(
             f"verifier and drafter need {needed} GPUs and the cluster has {num_gpus:g}: "
             "add a GPU, or put both on one with runtime.share_device=true"
@@ -67,13 +93,18 @@ def bundles(config: RuntimeConfig, *, num_gpus: float, num_cpus: float) -> list[
     )
 
 
-def place(config: RuntimeConfig, *, timeout_s: float) -> Placement:
-    """Reserve both bundles, on one node if that is possible.
+def place(config: RuntimeConfig, *, has_drafter: bool, timeout_s: float) -> Placement:
+    """Reserve both bundles, on one node if that is possible; the verifier's alone if no other.
 
     Raises ``ValueError`` when the cluster is too small, ``TimeoutError`` when it is busy.
     """
     total = ray.cluster_resources()
-    wanted = bundles(config, num_gpus=total.get("GPU", 0), num_cpus=total.get("CPU", 0))
+    num_gpus, num_cpus = total.get("GPU", 0), total.get("CPU", 0)
+    if has_drafter:
+        wanted = bundles(config, num_gpus=num_gpus, num_cpus=num_cpus)
+    else:
+        devices = {"GPU": config.verifier_gpus} if num_gpus else {}
+        wanted = [{"CPU": 1 if num_gpus else config.verifier_cpus, **devices}]
     group = placement_group(wanted, strategy="PACK")
     if not group.wait(timeout_seconds=timeout_s):
         remove_placement_group(group)
@@ -81,7 +112,7 @@ def place(config: RuntimeConfig, *, timeout_s: float) -> Placement:
             f"no room for the bundles {wanted} within {timeout_s:g} s; free now: "
             f"{ray.available_resources()}: stop other work on the cluster or add nodes"
         )
-    return Placement(group, 0, 1, is_owned=True)
+    return Placement(group, 0, 1 if has_drafter else None, is_owned=True)
 
 
 def check_devices(verifier: str, drafter: str, config: RuntimeConfig) -> None:
@@ -92,3 +123,13 @@ def check_devices(verifier: str, drafter: str, config: RuntimeConfig) -> None:
             "CUDA_VISIBLE_DEVICES and RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES), or set "
             "runtime.share_device=true"
         )
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can still be had, caches that would be given up included."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

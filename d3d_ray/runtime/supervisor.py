@@ -2,22 +2,24 @@
 
 Two watching threads, one an actor. Each waits for: the reference that breaks when its actor dies
 (at most a second at a time), and the answers to its pings. A dead drafter is replaced while the
-verifier decodes on plainly; a dead verifier takes its requests with it, and is replaced.
+verifier decodes on plainly; a dead verifier takes its requests with it, and is replaced. Neither
+thread needs the other's actor to be alive: the drafter's thread links the pair once both are up.
 """
 
+import contextlib
 import logging
 import threading
-import time
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from d3d_ray.config import EngineConfig
 from d3d_ray.runtime.actor import ActorInfo
 from d3d_ray.runtime.channel import has_channels
 from d3d_ray.runtime.drafter_actor import DrafterActor
 from d3d_ray.runtime.placement import Placement, check_devices
+from d3d_ray.runtime.role import Role
 from d3d_ray.runtime.verifier_actor import VerifierActor
 
 logger = logging.getLogger(__name__)
@@ -32,10 +34,10 @@ class Supervisor:
     def __init__(self, config: EngineConfig, placement: Placement) -> None:
         self._config = config
         self._placement = placement
-        self._verifier = _Role("verifier", config, placement, VerifierActor)
-        self._drafter = _Role("drafter", config, placement, DrafterActor)
+        self._verifier = Role("verifier", config, placement, VerifierActor)
+        self._drafter = Role("drafter", config, placement, DrafterActor)
         self._has_drafter = config.decode.mode != "ar"
-        self._link_lock = threading.Lock()
+        self._linked: tuple[Any, Any] | None = None
         self._is_ready = threading.Event()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -67,25 +69,30 @@ class Supervisor:
 
     def close(self) -> None:
         self._closing.set()
-        for thread in self._threads:
-            thread.join(timeout=2 * _WATCH_S)
+        self._is_ready.set()  # Whoever waits for a verifier is told that there will be none.
         for role in (self._verifier, self._drafter):
-            role.kill()
+            role.close()
+        for thread in self._threads:
+            thread.join()
 
     def verifier(self) -> Any:
         """The verifier's handle; waits for a new one while it is being replaced.
 
-        Raises ``TimeoutError`` when that takes longer than ``runtime.load_timeout_s``.
+        Raises ``TimeoutError`` when that takes longer than ``runtime.load_timeout_s``, and
+        ``RuntimeError`` once :meth:`close` was called.
         """
         timeout_s = self._config.runtime.load_timeout_s
         if not self._is_ready.wait(timeout_s):
             raise TimeoutError(f"no verifier came up within {timeout_s:g} s: see the log")
+        if self._closing.is_set():
+            raise RuntimeError("the engine is closed: start another")
         return self._verifier.actor
 
     def report_loss(self, verifier: Any) -> None:
-        """A caller found this verifier dead; the next ones wait for another."""
-        if verifier is self._verifier.actor:
+        """A caller found this verifier dead or cut off; the next ones wait for another."""
+        if verifier is self._verifier.actor and not self._closing.is_set():
             self._is_ready.clear()
+            ray.kill(verifier)  # One that is only cut off would not be replaced.
 
     def drafter(self) -> Any | None:
         """The drafter's handle; may be dead. None when there is none."""
@@ -108,21 +115,21 @@ class Supervisor:
 
     def _link(self) -> None:
         """Build both directions anew and let the verifier use them."""
-        with self._link_lock:
-            is_one_node = self._verifier.info.node_id == self._drafter.info.node_id
-            self.transport = _choose_transport(self._config.runtime.transport, is_one_node)
-            for writer, reader in (
-                (self._verifier, self._drafter),
-                (self._drafter, self._verifier),
-            ):
-                node_id = reader.info.node_id if self.transport == "channel" else None
-                channel = writer.call("open_link", reader.actor, node_id)
-                reader.call("accept_link", channel)
-            self._verifier.call("attach_drafter")
+        pair = (self._verifier.actor, self._drafter.actor)
+        is_one_node = self._verifier.info.node_id == self._drafter.info.node_id
+        self.transport = _choose_transport(self._config.runtime.transport, is_one_node)
+        for writer, reader in ((self._verifier, self._drafter), (self._drafter, self._verifier)):
+            node_id = reader.info.node_id if self.transport == "channel" else None
+            channel = writer.call("open_link", reader.actor, node_id)
+            reader.call("accept_link", channel)
+        self._verifier.call("attach_drafter")
+        self._linked = pair
 
-    def _watch(self, role: "_Role") -> None:
+    def _watch(self, role: Role) -> None:
         while not self._closing.is_set():
             if role.is_alive(_WATCH_S):
+                if role is self._drafter:
+                    self._link_if_needed()
                 continue
             if self._closing.is_set():
                 return
@@ -130,88 +137,34 @@ class Supervisor:
             try:
                 self._replace(role)
             except (RayError, TimeoutError) as error:
+                if self._closing.is_set():
+                    return
                 logger.error("could not replace the %s: %s", role.name, error)
                 role.kill()
                 self._closing.wait(_RETRY_S)
 
-    def _replace(self, role: "_Role") -> None:
+    def _replace(self, role: Role) -> None:
         role.kill()
         if role is self._verifier:
             self._is_ready.clear()
-        else:
-            self._verifier.call("detach_drafter")
+        elif self._is_ready.is_set():
+            # Should it fail: a dead verifier is replaced by one that knows no drafter.
+            with contextlib.suppress(RayError, TimeoutError):
+                self._verifier.call("detach_drafter")
         role.create()
         role.wait_until_loaded()
         if role is self._verifier:
             self._start_verifier()
-        if self._has_drafter:
+
+    def _link_if_needed(self) -> None:
+        pair = (self._verifier.actor, self._drafter.actor)
+        if not self._is_ready.is_set() or self._linked == pair:
+            return
+        try:
             self._link()
-
-
-class _Role:
-    """One of the two actors, through all its lives."""
-
-    def __init__(self, name: str, config: EngineConfig, placement: Placement, cls: type) -> None:
-        self.name = name
-        runtime = config.runtime
-        is_verifier = name == "verifier"
-        self._config = config
-        bundle = placement.verifier_bundle if is_verifier else placement.drafter_bundle
-        self._options = placement.options(bundle)
-        self._num_threads = runtime.verifier_cpus if is_verifier else runtime.drafter_cpus
-        self._cls: Any = ray.remote(cls)
-        self.actor: Any = None
-        self._info: ActorInfo | None = None
-        self._watching: Any = None
-        self._ping: Any = None
-        self._pinged_at = 0.0
-
-    @property
-    def info(self) -> ActorInfo:
-        assert self._info is not None, f"the {self.name} is not loaded yet"
-        return self._info
-
-    def create(self) -> None:
-        self.actor = self._cls.options(**self._options).remote(self._config, self._num_threads)
-
-    def wait_until_loaded(self) -> None:
-        """Raises what the loading raises, ``TimeoutError`` when it takes too long."""
-        self._info = self._get("load", (), self._config.runtime.load_timeout_s)
-        self._watching = self.actor.watch.remote()
-        self._ping, self._pinged_at = None, time.monotonic()
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method and wait; raises what it raises, ``RayError`` when it cannot answer."""
-        return self._get(method, args, self._config.runtime.call_timeout_s)
-
-    def _get(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        try:
-            return ray.get(getattr(self.actor, method).remote(*args), timeout=timeout_s)
-        except RayTaskError as error:
-            raise error.as_instanceof_cause() from None
-        except GetTimeoutError as error:
-            raise TimeoutError(
-                f"the {self.name} did not answer {method} within {timeout_s:g} s"
-            ) from error
-
-    def is_alive(self, timeout_s: float) -> bool:
-        """Watch for up to ``timeout_s``; False when the actor is dead, broken, or silent."""
-        if self._ping is None:
-            self._ping, self._pinged_at = self.actor.ping.remote(), time.monotonic()
-        try:
-            ready, _ = ray.wait([self._watching, self._ping], timeout=timeout_s)
-            ray.get(ready)
-            if ready:
-                self._ping = None
-                ray.get(ray.wait([self._watching], timeout=timeout_s)[0])
-        except RayError as error:
-            logger.warning("the %s failed: %s", self.name, str(error).splitlines()[0])
-            return False
-        return time.monotonic() - self._pinged_at < self._config.runtime.heartbeat_s
-
-    def kill(self) -> None:
-        if self.actor is not None:
-            ray.kill(self.actor)
+        except (RayError, TimeoutError, ValueError) as error:
+            # Mostly one of them has just died; once it is replaced, this is tried again.
+            logger.warning("could not link the actors: %s", error)
 
 
 def _choose_transport(wanted: str, is_one_node: bool) -> str:

@@ -1,18 +1,20 @@
 """The actor that owns the target and the decode loop; answers are streamed from here."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
 
+from d3d_ray.config import EngineConfig
 from d3d_ray.decode.rescoring import Candidate, find_top_two_between_rounds
 from d3d_ray.decode.scheduler import Scheduler
 from d3d_ray.models.loading import load_target
+from d3d_ray.models.target import Target
 from d3d_ray.records import Chunk, Finish, Request
 from d3d_ray.runtime.actor import ActorInfo, LinkedActor
 from d3d_ray.runtime.links import RemoteDrafter
+from d3d_ray.runtime.placement import available_memory
 
 
 class VerifierActor(LinkedActor):
@@ -20,15 +22,8 @@ class VerifierActor(LinkedActor):
 
     async def load(self) -> ActorInfo:
         """Load the model; raises what the loading raises. ``start`` comes next."""
-        config = self._config
-        self._target = load_target(
-            config.target.source,
-            dtype=getattr(torch, config.target.dtype),
-            device=self._device,
-            num_devices=config.runtime.verifier_gpus if self._device.type == "cuda" else 1,
-            max_context=config.target.max_context,
-        )
-        self._kv_budget_tokens = config.runtime.kv_budget_tokens or self._free_kv_tokens()
+        self._target = load_target_of(self._config, self._device)
+        self._kv_budget_tokens = self._config.runtime.kv_budget_tokens or self._free_kv_tokens()
         self._scheduler: Scheduler | None = None
         self._remote: RemoteDrafter | None = None
         self._streams: dict[str, asyncio.Queue[Chunk]] = {}
@@ -65,8 +60,8 @@ class VerifierActor(LinkedActor):
         self._scheduler.attach(self._remote)
 
     async def detach_drafter(self) -> None:
-        assert self._scheduler is not None
-        self._scheduler.attach(None)
+        if self._scheduler is not None:
+            self._scheduler.attach(None)
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         """Decode a request; a chunk a round. Ending the iteration early cancels it."""
@@ -143,5 +138,19 @@ class VerifierActor(LinkedActor):
         if self._device.type == "cuda":
             free_bytes, _ = torch.cuda.mem_get_info(self._device)
         else:
-            free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(1, int(0.8 * free_bytes / self._target.kv_bytes_per_token))
+            free_bytes = available_memory()
+        # Where the drafter takes its memory from the same place, it may not have done so yet.
+        is_shared = self._device.type == "cpu" or self._config.runtime.share_device
+        share = 0.4 if is_shared else 0.8
+        return max(1, int(share * free_bytes / self._target.kv_bytes_per_token))
+
+
+def load_target_of(config: EngineConfig, device: torch.device) -> Target:
+    """The target that the settings ask for."""
+    return load_target(
+        config.target.source,
+        dtype=getattr(torch, config.target.dtype),
+        device=device,
+        num_devices=config.runtime.verifier_gpus if device.type == "cuda" else 1,
+        max_context=config.target.max_context,
+    )
