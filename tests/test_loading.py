@@ -144,6 +144,40 @@ def test_two_processes_at_once_convert_once_and_see_a_whole_folder(tmp_path: Pat
     assert log.read_text() == "converted\n"
 
 
+def test_what_a_killed_conversion_left_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        monkeypatch.setattr("shutil.rmtree", lambda *args, **options: None)
+        raise Killed
+
+    def convert(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "whole").touch()
+
+    monkeypatch.setenv("D3D_RAY_CACHE", str(tmp_path))
+    with pytest.raises(Killed):
+        embedded_folder("smollm2-135m-instruct", die)
+    monkeypatch.undo()
+    monkeypatch.setenv("D3D_RAY_CACHE", str(tmp_path))
+    folder = embedded_folder("smollm2-135m-instruct", convert)
+    assert [path.name for path in folder.iterdir()] == ["whole"]
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [folder]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3")
+    for file in tmp_path.glob("token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_failed_conversion_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

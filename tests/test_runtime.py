@@ -6,20 +6,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
 import torch
-from tiny import MASK, save_tiny
+from tiny import END, MASK, save_tiny
 
 from d3d_ray.config import DecodeConfig, DrafterConfig, EngineConfig, RuntimeConfig, TargetConfig
 from d3d_ray.decode.protocols import Block
 from d3d_ray.models.loading import load_target
 from d3d_ray.records import Finish, Mode, Sampling
 from d3d_ray.runtime.engine import Engine, VerifierDiedError
+from d3d_ray.runtime.placement import Placement
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -211,6 +214,20 @@ def test_both_killed_at_once_are_both_replaced(engine: Engine) -> None:
     wait_until(lambda: is_answering(engine), seconds=60)
     assert engine.generate([PROMPTS[3]], Sampling(max_tokens=20))[0].tokens == expected
     wait_until(lambda: is_drafting(engine), seconds=60)
+
+
+def test_a_pair_that_cannot_work_is_refused_without_pages_of_traceback(folder: Path) -> None:
+    config = make_config(folder)
+    drafter = replace(config.drafter, mask_token_id=END)
+    with pytest.raises(ValueError, match=r"^mask token 2 is a stop token"):
+        Engine(replace(config, drafter=drafter))
+
+
+def test_a_user_s_placement_must_have_a_bundle_for_each_actor() -> None:
+    group = SimpleNamespace(bundle_specs=[{"CPU": 1.0}, {"CPU": 1.0}])
+    for verifier, drafter, message in ((0, 2, "no 2"), (-1, 0, "no -1"), (1, 1, "one each")):
+        with pytest.raises(ValueError, match=message):
+            Placement(group, verifier, drafter, is_owned=False)  # type: ignore[arg-type]
 
 
 def test_closing_ends_the_answers_in_flight_and_refuses_new_ones(folder: Path) -> None:

@@ -28,6 +28,10 @@ class DrafterSection:
     source_layers: tuple[int, ...]
     """Which layers of the original checkpoint are left."""
     is_trained: bool
+    shared_with_target: tuple[str, ...] = ()
+    """Tensors that the folder leaves out, since they are the target's."""
+    fingerprint: str = ""
+    """Of those tensors, as the target's checkpoint has them."""
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -88,7 +92,7 @@ class DrafterModel:
         return self.network.mask_embedding.device
 
     def match_cache(self, request: str, tokens: Sequence[int], anchor: int) -> int:
-        """Cut the request's cache to what agrees with ``tokens``; returns the entries that stay.
+        """Cut the request's cache to what agrees with ``tokens``; returns how many are cached then.
 
         ``tokens`` are the committed tokens and the drafts under verification, ``anchor`` is the
         index of the anchor among them. At most ``anchor`` entries stay, since the anchor's row is

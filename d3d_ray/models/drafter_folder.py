@@ -2,9 +2,15 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from d3d_ray.models.drafter import DrafterModel, DrafterSection
 from d3d_ray.models.loading import (
@@ -12,10 +18,14 @@ from d3d_ray.models.loading import (
     load_causal_lm,
     load_config,
     load_tokenizer,
+    read_tensors,
 )
 from d3d_ray.models.network import DrafterNetwork, check_family, evenly_spaced, select_layers
+from d3d_ray.models.sharing import HEAD, TABLE, find_shared, fingerprint, take_shared
 
 SECTION = "d3d"
+
+_MASK_EMBEDDING = "mask_embedding"
 
 
 def load_drafter(
@@ -49,9 +59,12 @@ def load_drafter(
         )
         return _derive(source or target_source, section, num_layers, dtype=dtype, device=device)
     section = _section(load_config(source), source, block_size, mask_token_id, label_shift)
-    model = load_causal_lm(source, dtype=dtype, device=device)
-    _check_mask_row(model, section.mask_token_id)
-    row = model.model.embed_tokens.weight[section.mask_token_id]
+    if section.shared_with_target:
+        model, row = _complete(source, section, target_source, dtype=dtype, device=device)
+    else:
+        model = load_causal_lm(source, dtype=dtype, device=device)
+        _check_mask_row(model, section.mask_token_id)
+        row = model.model.embed_tokens.weight[section.mask_token_id]
     tokenizer = load_drafter_tokenizer(source, target_source=target_source)
     return _build(model, section, row, tokenizer)
 
@@ -69,35 +82,87 @@ def save_drafter(
     drafter: DrafterModel,
     folder: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    target_source: str | None = None,
 ) -> None:
     """Write a folder from which :func:`load_drafter` gives the same drafter, bit for bit.
 
     The mask embedding is stored as the mask token's row of the embedding table. Where the table
     is tied to the head, this is the head's row too, which is never drafted.
+
+    With ``target_source``, embeddings and head are left out where they are the target's; the
+    folder then holds their fingerprint, and the mask embedding as a tensor of its own.
     """
-    model = drafter.network.model
-    # A copy: the table in memory may be shared with the target, which must not change.
-    table = model.model.embed_tokens.weight.detach().clone()
-    table[drafter.mask_token_id] = drafter.network.mask_embedding.detach()
-    state = {**model.state_dict(), "model.embed_tokens.weight": table}
+    model, section = drafter.network.model, drafter.section
+    state = model.state_dict()
     if model.config.tie_word_embeddings:
-        state["lm_head.weight"] = table
-    section = asdict(drafter.section)
-    setattr(model.config, SECTION, {**section, "source_layers": list(section["source_layers"])})
+        state[HEAD] = state[TABLE]
+    shared = {} if target_source is None else find_shared(state, target_source)
+    section = replace(
+        section,
+        shared_with_target=tuple(sorted(shared)),
+        fingerprint=fingerprint(shared) if shared else "",
+    )
+    mask_embedding = drafter.network.mask_embedding.detach()
+    if TABLE in shared:
+        state[_MASK_EMBEDDING] = mask_embedding
+    else:
+        # A copy: the table in memory may be shared with the target, which must not change.
+        state[TABLE] = state[TABLE].detach().clone()
+        state[TABLE][drafter.mask_token_id] = mask_embedding
+        if model.config.tie_word_embeddings:
+            state[HEAD] = state[TABLE]
+    left_out = set(shared)
+    if TABLE in shared and model.config.tie_word_embeddings:
+        left_out.add(HEAD)
+    state = {name: tensor for name, tensor in state.items() if name not in left_out}
+    setattr(model.config, SECTION, {k: _plain(v) for k, v in asdict(section).items()})
     model.save_pretrained(folder, state_dict=state)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def _derive(
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _complete(
+    source: str,
+    section: DrafterSection,
     target_source: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """The network with the target's tensors in their places, and the mask embedding."""
+    shared = take_shared(section.shared_with_target, section.fingerprint, target_source)
+    state = {**read_tensors(source), **shared}
+    mask_embedding = state.pop(_MASK_EMBEDDING, None)
+    config = load_config(source)
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model, info = architecture.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        output_loading_info=True,
+    )
+    if info["missing_keys"] or info["unexpected_keys"]:
+        raise ValueError(f"{source} is incomplete: {dict(info)}")
+    if mask_embedding is None:
+        mask_embedding = model.model.embed_tokens.weight[section.mask_token_id]
+    return model.to(device).eval(), mask_embedding.to(device=device, dtype=dtype)
+
+
+def _derive(
+    source: str,
     section: DrafterSection,
     num_layers: int | None,
     *,
     dtype: torch.dtype,
     device: str | torch.device,
 ) -> DrafterModel:
-    model = load_causal_lm(target_source, dtype=dtype, device=device)
+    model = load_causal_lm(source, dtype=dtype, device=device)
     check_family(model.config)
     _check_mask_row(model, section.mask_token_id)
     num_all: int = model.config.num_hidden_layers
@@ -106,7 +171,7 @@ def _derive(
     table = model.model.embed_tokens.weight
     mean = table.float().mean(dim=0).to(table.dtype)
     section = replace(section, source_layers=tuple(kept))
-    return _build(model, section, mean, load_tokenizer(target_source))
+    return _build(model, section, mean, load_tokenizer(source))
 
 
 def _build(
@@ -139,7 +204,11 @@ def _section(
             is_trained=True,
         )
     try:
-        section = DrafterSection(**{**stored, "source_layers": tuple(stored["source_layers"])})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in stored.items()
+        }
+        section = DrafterSection(**values)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the section {SECTION!r} of {source}/config.json: {error}") from error
     for name, given in (("mask_token_id", mask_token_id), ("label_shift", label_shift)):

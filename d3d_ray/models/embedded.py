@@ -2,7 +2,7 @@
 
 import logging
 import os
-import tempfile
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -52,10 +52,13 @@ def embedded_folder(name: str, convert: Callable[[Path, Path], None]) -> Path:
         if folder.is_dir():
             return folder
         logger.info("converting %s to %s, once", gguf.name, folder)
-        with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as scratch:
-            made = Path(scratch) / folder.name
+        made = root / f"{folder.name}.part"
+        shutil.rmtree(made, ignore_errors=True)  # Left by a conversion that was killed.
+        try:
             convert(gguf, made)
             os.replace(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
     return folder
 
 

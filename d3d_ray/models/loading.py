@@ -1,10 +1,13 @@
 """Where models come from: a Hugging Face folder or name, a ``.gguf`` file, or an embedded one."""
 
+import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -16,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.gguf.reader import read_gguf_metadata
+from transformers.utils import cached_file
 
 from d3d_ray.models.cache import check_can_cut
 from d3d_ray.models.embedded import PREFIX, embedded_folder
@@ -67,6 +71,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a source as in :func:`load_target`."""
     files = _find(source)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(files.name, **files.options)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # What is made when there are no files.
+        raise ValueError(f"{source!r} has no tokenizer: put its files, tokenizer.json, there")
     if files.gguf_file is not None:
         _restore_digit_split(tokenizer, Path(files.name) / files.gguf_file)
     return tokenizer
@@ -107,6 +113,24 @@ def load_causal_lm(
     return model
 
 
+def read_tensors(source: str, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a source as in :func:`load_target`, as they are stored; None = all of them.
+
+    Names that the source does not have are left out.
+    """
+    files = _find(source)
+    if files.gguf_file is not None:  # Its tensors have other names, and are quantised.
+        state = load_causal_lm(source, dtype=torch.bfloat16, device="cpu").state_dict()
+        return {name: state[name] for name in state if names is None or name in names}
+    tensors = {}
+    for file in _list_weights(files):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():
+                if names is None or name in names:
+                    tensors[name] = opened.get_tensor(name)
+    return tensors
+
+
 def stop_ids(model: PreTrainedModel) -> frozenset[int]:
     """The ids that end an answer: the generation config's, else the config's, perhaps none."""
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
@@ -135,6 +159,27 @@ def _find(source: str) -> _Files:
     if path.suffix == ".gguf" or source.startswith(("/", ".", "~")) or source.count(os.sep) > 1:
         raise ValueError(f"there is no model folder or .gguf file {source!r}; correct the path")
     return _Files(source, None, is_local=False)
+
+
+def _list_weights(files: _Files) -> list[str]:
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(
+            files.name,
+            name,
+            local_files_only=files.is_local,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        return found
+
+    index = find("model.safetensors.index.json")
+    if index is None:
+        names = ["model.safetensors"]
+    else:
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    paths = [find(name) for name in names]
+    if None in paths:
+        raise ValueError(f"{files.name!r} has no {names[paths.index(None)]}; convert its weights")
+    return [path for path in paths if path is not None]
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:

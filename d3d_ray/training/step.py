@@ -1,0 +1,103 @@
+"""The loss of one training row through a drafter; plain torch, whatever wraps it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from d3d_ray.models.network import DrafterNetwork
+from d3d_ray.training.attention import block_mask, use_dense_attention, use_flex_attention
+from d3d_ray.training.layout import IGNORED, TrainingRow, visible
+from d3d_ray.training.objective import combine, row_losses
+
+_HEAD_BYTES = 2**29
+"""Logits that are held at a time, fp32; more labels than that go through the head in chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Of the parts of the loss."""
+
+    gamma: float
+    ar_weight: float
+    soft_weight: float
+    num_drafts: int
+
+
+class DrafterLoss(nn.Module):
+    """A drafter's network with its loss on top."""
+
+    def __init__(
+        self,
+        network: DrafterNetwork,
+        weights: Weights,
+        *,
+        attention: Literal["sdpa", "dense", "flex"] = "sdpa",
+        is_checkpointed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._weights = weights
+        self._is_flex = attention == "flex"
+        if self._is_flex:
+            use_flex_attention(network.model)
+        elif attention == "dense":
+            use_dense_attention(network.model)
+        if is_checkpointed:
+            network.model.activation_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, row: TrainingRow) -> tuple[torch.Tensor, ...]:
+        """Total, denoising and autoregressive loss, and the loss of each draft, as ``Losses``."""
+        hidden = run(self.network, row, is_flex=self._is_flex)
+        at = (row.labels != IGNORED).nonzero()[:, 0]
+        losses = self._losses(hidden[at], row, at)
+        weights = self._weights
+        parts = combine(
+            losses,
+            row.draft_index[at],
+            gamma=weights.gamma,
+            ar_weight=weights.ar_weight,
+            num_drafts=weights.num_drafts,
+        )
+        return parts.total, parts.denoising, parts.autoregressive, parts.by_draft
+
+    def _losses(
+        self,
+        hidden: torch.Tensor,  # [n, hidden]
+        row: TrainingRow,
+        at: torch.Tensor,  # [n] int64, rows that have a label
+    ) -> torch.Tensor:  # [n] fp32
+        soft_weight = self._weights.soft_weight
+        top_ids = top_log_probs = None
+        if soft_weight > 0.0:
+            assert row.top_ids is not None and row.top_log_probs is not None
+            columns = row.label_column[at]
+            top_ids, top_log_probs = row.top_ids[columns], row.top_log_probs[columns]
+
+        def chunk_losses(chunk: torch.Tensor, rows: slice) -> torch.Tensor:
+            return row_losses(
+                self.network.head(chunk),
+                row.labels[at][rows],
+                soft_weight=soft_weight,
+                top_ids=None if top_ids is None else top_ids[rows],
+                top_log_probs=None if top_log_probs is None else top_log_probs[rows],
+            )
+
+        size = max(1, _HEAD_BYTES // (4 * self.network.config.vocab_size))
+        if len(at) <= size:
+            return chunk_losses(hidden, slice(None))
+        chunks = [slice(first, first + size) for first in range(0, len(at), size)]
+        # Logits of all chunks would be kept for the backward pass; they are made again instead.
+        parts = [checkpoint(chunk_losses, hidden[c], c, use_reentrant=False) for c in chunks]
+        return torch.cat(parts)
+
+
+def run(
+    network: DrafterNetwork, row: TrainingRow, *, is_flex: bool = False
+) -> torch.Tensor:  # [rows, hidden]
+    """One pass over a row, without a cache."""
+    mask = block_mask(row) if is_flex else visible(row)[None, None]
+    hidden: torch.Tensor = network(row.token_ids[None], row.position_ids[None], mask)
+    return hidden[0]
