@@ -3,15 +3,14 @@
 python jobs/doctor.py --preset smollm2-cpu --set decode.max_draft_rows=32 --json report.json
 python jobs/doctor.py --gpu-check --json gpu.json
 
-Exits with 0 when nothing failed, 1 when something did, 2 on bad arguments, and 3 when --gpu-check
-finds no GPU.
+The exit code: 0 nothing failed, 1 something did, 2 bad arguments, 3 no GPU for --gpu-check.
 """
 
 import argparse
 import os
 import sys
-from pathlib import Path
 
+from d3d_ray.bench.options import output_file
 from d3d_ray.config import EngineConfig, list_presets, load_config, to_dict
 
 
@@ -20,7 +19,7 @@ def main() -> int:
     add = parser.add_argument
     add("--preset", default="smollm2-cpu", help=f"YAML file, or {', '.join(list_presets())}")
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override")
-    add("--json", type=Path, metavar="FILE", help="write all of it")
+    add("--json", type=output_file, metavar="FILE", help="write all of it")
     add("--no-curves", action="store_true", help="load no weights and time no model")
     add("--gpu-check", action="store_true", help="check the GPU path; exit 3 = there is no GPU")
     add("--seconds", type=float, default=280.0, help="time budget of --gpu-check")
@@ -29,11 +28,12 @@ def main() -> int:
         config = load_config(args.preset, args.set)
     except ValueError as error:
         parser.error(str(error))
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        parser.error(f"cannot write {args.json}: give a file in a folder that exists")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    return run(args, config)
+    try:
+        return run(args, config)
+    except KeyboardInterrupt:
+        return 130
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -60,9 +60,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
             [make_prompt(args.prompt)] if args.prompts is None else read_prompts(args.prompts)
         ),
         modes=tuple(Mode) if args.mode == _COMPARE else (Mode(config.decode.mode),),
-        json_file=_check_output(args.json),
-        trace_file=_check_output(args.trace),
-        timeline_file=_check_output(args.timeline),
+        json_file=args.json,
+        trace_file=args.trace,
+        timeline_file=args.timeline,
     )
 
 
@@ -91,21 +91,22 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=["bfloat16", "float32", "float16"], help="short for target.dtype")
     add("--ignore-eos", action="store_true", help="go on to --max-tokens")
     add("--simulate-acceptance", type=float, metavar="P", help="SIMULATED drafts, right by chance")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
-    add("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
-    add("--timeline", type=Path, metavar="FILE", help="draw a few rounds as a PNG")
+    add("--json", type=output_file, metavar="FILE", help="write the figures")
+    add("--trace", type=output_file, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    add("--timeline", type=output_file, metavar="FILE", help="draw a few rounds as a PNG")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     add("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the same as --set")
     return parser
 
 
-def _check_output(file: Path | None) -> Path | None:
-    """Better to refuse now than after an hour of measuring."""
-    if file is None:
-        return None
+def output_file(text: str) -> Path:
+    """For argparse: better to refuse now than after an hour of measuring."""
+    file = Path(text)
     folder = file.absolute().parent
     if file.is_dir() or not folder.is_dir():
-        raise ValueError(f"cannot write {file}: give a file in a folder that exists")
+        raise argparse.ArgumentTypeError(
+            f"cannot write {file}: give a file in a folder that exists"
+        )
     if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ValueError(f"cannot write {file}: no permission, or a read-only file system")
+        raise argparse.ArgumentTypeError(f"cannot write {file}: no permission to")
     return file
