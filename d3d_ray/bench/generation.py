@@ -24,7 +24,13 @@ def generate(engine: Engine, options: Options) -> int:
     Answers and tables go to stdout, everything else to stderr. Raises as ``Engine.generate``.
     """
     if options.is_comparison:
-        result = compare(engine, options.prompts, options.sampling, modes=options.modes)
+        result = compare(
+            engine,
+            options.prompts,
+            options.sampling,
+            modes=options.modes,
+            on_answer=_print_answer,
+        )
         print(result.table())
     else:
         (mode,) = options.modes

@@ -7,10 +7,12 @@ into the channel and then a byte into the pipe, which breaks when the writer die
 
 import os
 import pickle
+import re
 import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +23,7 @@ from d3d_ray.runtime.links import NUM_BUFFERS, CallSender, Sender
 BUFFER_BYTES = 1 << 20
 """Room for a prompt of about 200,000 tokens; a longer one makes the channel grow."""
 _READ_TIMEOUT_S = 0.5
+_SEMAPHORE = re.compile(r"/dev/shm/sem\.(?:hdr|obj)\d+-\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class ChannelReceiver:
 
     def __init__(self, end: ReadingEnd, on_message: Callable[[Any], None]) -> None:
         end.channel.ensure_registered_as_reader()
+        _unlink_semaphores()
         self._channel = end.channel
         self._bell = os.open(end.bell, os.O_RDONLY | os.O_NONBLOCK)
         self._on_message = on_message
@@ -112,6 +116,16 @@ def open_sender(peer: Any, peer_node_id: str | None) -> tuple[Sender, ReadingEnd
         return CallSender(peer), None
     sender = ChannelSender(peer, peer_node_id)
     return sender, sender.reading_end
+
+
+def _unlink_semaphores() -> None:
+    """Take the names from the semaphores of this process's channels, which both ends hold by now.
+
+    Ray never does, and each link would leave 16 files in /dev/shm for good.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if name := _SEMAPHORE.search(line):
+            Path(name[0]).unlink(missing_ok=True)
 
 
 def has_channels() -> bool:
