@@ -59,10 +59,14 @@ class DrafterConfig:
 class DecodeConfig:
     mode: Literal["ar", "sync", "async"] = "async"
     """Plain decoding, drafting and verifying in turn, or both at the same time."""
-    draft_plan: Literal["packed"] = "packed"
-    """How the drafter prepares for the outcomes: all of them in one packed pass."""
-    miss_policy: Literal["soft"] = "soft"
-    """Without a branch for the target's token: take the drafts of another branch for the same k."""
+    draft_plan: Literal["packed", "glue-first", "anytime"] = "packed"
+    """One packed pass for all outcomes; a pass that foretells them first; or pass after pass."""
+    max_passes: int = 8
+    """Most passes for one block, of plan `anytime`."""
+    miss_policy: Literal["soft", "jit", "auto"] = "soft"
+    """No branch for the target's token: take one for the same k, draft anew, or what pays."""
+    never_slower: bool = True
+    """Draft less, or not at all, for a request that measures faster without."""
     max_draft_rows: int = 64
     """Token budget of one packed pass: its rows, those of the block under verification included."""
     draft_noise: Literal["shared", "none"] = "shared"
@@ -80,6 +84,7 @@ class DecodeConfig:
             "decode.",
             at_least={
                 "max_draft_rows": 2,
+                "max_passes": 1,
                 "prefill_chunk": 1,
                 "max_wait_ms": 0,
                 "simulate_acceptance": 0,

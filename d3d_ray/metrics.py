@@ -28,7 +28,7 @@ class Summary:
     acceptance_length: float
     """Tokens emitted by decode rounds ÷ number of decode rounds, plain rounds included."""
     outcomes: dict[str, float]
-    """Share of rounds by kind: hit, soft, none."""
+    """Share of rounds by kind: hit, soft, jit, none."""
     acceptance_length_by_kind: dict[str, float]
     causes: dict[str, int]
     """Why plain rounds had no drafts."""

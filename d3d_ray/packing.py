@@ -154,6 +154,38 @@ def rank_outcomes(
     return sorted(candidates, key=lambda candidate: -candidate.chance)
 
 
+def rank_foretold(
+    scores: torch.Tensor,  # [m + 1, vocab] fp32, of the drafter's AR head on the block's rows
+    drafts: Sequence[int],
+    num_guesses: int,
+) -> list[Candidate]:
+    """As :func:`rank_outcomes`, by what the drafter itself thinks of the block.
+
+    Row k is its law behind k drafts: the chance of its own token there, and of every guess. First
+    comes the outcome that would be if its own tokens were the target's, then the likeliest.
+    """
+    assert len(scores) == len(drafts) + 1
+    own = scores.argmax(dim=-1).tolist()
+    foretold = next((k for k, draft in enumerate(drafts) if own[k] != draft), len(drafts))
+    probs = scores.softmax(dim=-1)
+    best, ids = probs.topk(min(num_guesses + 1, probs.shape[-1]), dim=-1)
+    candidates = []
+    reached = 1.0
+    for k, (chances, tokens) in enumerate(zip(best.tolist(), ids.tolist(), strict=True)):
+        draft = drafts[k] if k < len(drafts) else None
+        kept = 0.0 if draft is None else float(probs[k, draft])
+        left = 1.0 - kept
+        guesses = [(t, c) for t, c in zip(tokens, chances, strict=True) if t != draft]
+        for token, chance in guesses[:num_guesses]:
+            candidates.append(Candidate(k, token, reached * chance))
+            left -= chance
+        candidates.append(Candidate(k, None, reached * max(left, 0.0)))
+        reached *= kept
+    return sorted(
+        candidates, key=lambda c: ((c.k, c.guess) != (foretold, own[foretold]), -c.chance)
+    )
+
+
 def fill_budget(
     candidates: Sequence[Candidate], *, num_free_rows: int, num_rows_each: int
 ) -> list[Candidate]:

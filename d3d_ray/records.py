@@ -260,7 +260,8 @@ class Round:
     request: str
     epoch: int
     kind: str
-    """hit: seeded with t*; soft: another branch for k; none: a plain step; or prefill."""
+    """hit: seeded with t*; soft: another branch for k; jit: made when t* was known, after a miss;
+    none: a plain step; or prefill."""
     cause: str = ""
     """Why there were no drafts."""
     num_drafts: int

@@ -9,7 +9,8 @@ from loops import make_request, run
 from threaded_drafter import DelayedPlan, ThreadedDrafter
 from tiny import MASK, save_tiny
 
-from d3d_ray.decode.plans import PackedPlan
+from d3d_ray.decode.lookahead_plans import AnytimePlan, GlueFirstPlan
+from d3d_ray.decode.packed_plan import PackedPlan
 from d3d_ray.decode.simulation import SimulatedPlan
 from d3d_ray.metrics import summarise
 from d3d_ray.models.drafter import DrafterModel
@@ -19,6 +20,7 @@ from d3d_ray.models.target import Target
 from d3d_ray.records import Request
 
 BLOCK_SIZE = 4
+PLANS = ("packed", "glue-first", "anytime")
 PROMPTS = [[random.Random(i).randrange(4, 512) for _ in range(3 + 5 * i)] for i in range(8)]
 
 
@@ -54,7 +56,20 @@ def make_requests(mode: str, temperature: float = 0.0) -> list[Request]:
     ]
 
 
-def answers(target: Target, plan: PackedPlan | SimulatedPlan, requests: list[Request], delay=0.0):
+def make_plan(name: str, drafter: DrafterModel, *, is_noise_shared: bool = True) -> PackedPlan:
+    if name == "anytime":
+        return AnytimePlan(drafter, max_rows=40, is_noise_shared=is_noise_shared, max_passes=4)
+    kind = GlueFirstPlan if name == "glue-first" else PackedPlan
+    return kind(drafter, max_rows=40, is_noise_shared=is_noise_shared)
+
+
+def answers(
+    target: Target,
+    plan: PackedPlan | SimulatedPlan,
+    requests: list[Request],
+    delay=0.0,
+    **settings: object,
+):
     with ThreadedDrafter(DelayedPlan(plan, delay, seed=0)) as drafter:
         results = run(
             target,
@@ -63,6 +78,7 @@ def answers(target: Target, plan: PackedPlan | SimulatedPlan, requests: list[Req
             block_size=BLOCK_SIZE,
             vocab_size=target.vocab_size,
             max_wait_s=1.0,
+            **settings,
         )
     return [results.tokens(r.id) for r in requests], [
         each for r in requests for each in results.last(r.id).rounds
@@ -71,10 +87,11 @@ def answers(target: Target, plan: PackedPlan | SimulatedPlan, requests: list[Req
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("is_noise_shared", [True, False])
+@pytest.mark.parametrize("plan_name", PLANS)
 def test_every_mode_gives_the_same_answers(
-    target: Target, drafter: DrafterModel, temperature: float, is_noise_shared: bool
+    target: Target, drafter: DrafterModel, temperature: float, is_noise_shared: bool, plan_name: str
 ) -> None:
-    plan = PackedPlan(drafter, max_rows=40, is_noise_shared=is_noise_shared)
+    plan = make_plan(plan_name, drafter, is_noise_shared=is_noise_shared)
     expected, _ = answers(target, plan, make_requests("ar", temperature))
     for mode in ("sync", "async"):
         tokens, rounds = answers(target, plan, make_requests(mode, temperature))
@@ -121,11 +138,27 @@ def test_simulated_drafts_are_right_as_often_as_asked(
             assert first_kept == pytest.approx(chance, abs=0.25 if chance == 0.5 else 0.0)
 
 
-@pytest.mark.parametrize("repeats", [2, pytest.param(50, marks=pytest.mark.soak)])
-def test_eight_in_flight_with_delays_equal_the_eight_alone(
-    target: Target, drafter: DrafterModel, repeats: int
+@pytest.mark.parametrize("miss_policy", ["jit", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_anew_after_a_miss_changes_no_token(
+    target: Target, drafter: DrafterModel, miss_policy: str, temperature: float
 ) -> None:
-    plan = PackedPlan(drafter, max_rows=40, is_noise_shared=True)
+    plan = make_plan("packed", drafter)
+    expected, _ = answers(target, plan, make_requests("ar", temperature))
+    tokens, rounds = answers(
+        target, plan, make_requests("async", temperature), miss_policy=miss_policy
+    )
+    assert tokens == expected
+    if miss_policy == "jit":
+        assert summarise(rounds).outcomes["jit"] > 0
+
+
+@pytest.mark.parametrize("repeats", [2, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("plan_name", ["packed", "anytime"])
+def test_eight_in_flight_with_delays_equal_the_eight_alone(
+    target: Target, drafter: DrafterModel, repeats: int, plan_name: str
+) -> None:
+    plan = make_plan(plan_name, drafter)
     alone = [answers(target, plan, [r])[0][0] for r in make_requests("async", 1.0)]
     for _ in range(repeats):
         together, _ = answers(target, plan, make_requests("async", 1.0), delay=0.004)

@@ -13,6 +13,7 @@ import torch
 
 from d3d_ray.bench.curves import ROWS, Curve, draft_curve, verify_curve
 from d3d_ray.config import EngineConfig
+from d3d_ray.models.cpu import keep_freed_memory
 from d3d_ray.records import Branch, Outcome, Table
 from d3d_ray.runtime.channel import ChannelReceiver, open_sender
 from d3d_ray.runtime.drafter_actor import load_drafter_of
@@ -60,6 +61,7 @@ class Probe:
 
     def __init__(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
+        keep_freed_memory()
         self._sender: Sender | None = None
         self._receiver: ChannelReceiver | None = None
         self._arrived: queue.Queue[Any] = queue.Queue()

@@ -16,11 +16,12 @@ _DPI = 100
 _VERIFIER_Y, _DRAFTER_Y, _HEIGHT = 1.0, 0.0, 0.56
 
 # From the palette of Okabe and Ito, which colour-blind people can tell apart.
-_COLOURS = {"hit": "#009E73", "soft": "#E69F00", "none": "#BBBBBB"}
+_COLOURS = {"hit": "#009E73", "soft": "#E69F00", "jit": "#CC79A7", "none": "#BBBBBB"}
 _DRAFT_COLOUR = "#56B4E9"
 _MEANINGS = {
     "hit": "hit: drafted for this very outcome",
     "soft": "soft: another branch for the same k",
+    "jit": "jit: drafted when the outcome was known",
     "none": "none: no drafts",
 }
 

@@ -12,20 +12,25 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from d3d_ray.decode.plans import DraftPlan, Work
+from d3d_ray.decode.session import SMOOTHING
 from d3d_ray.records import Free, FromDrafter, Lost, Outcome, Prefill, Table, ToDrafter
 
 
 class DraftWorker:
     """Turns messages of the verifier into tables, which go to ``send`` as they are made."""
 
-    def __init__(self, plan: DraftPlan, send: Callable[[FromDrafter], bool]) -> None:
+    def __init__(
+        self, plan: DraftPlan, send: Callable[[FromDrafter], bool], *, is_paced: bool = True
+    ) -> None:
         self._plan = plan
+        self._is_paced = is_paced
         self._send = send
         self._slots: dict[str, Work] = {}
         self._queue: deque[str] = deque()
         """Requests whose work nobody has drafted for yet."""
         self._ended: deque[str] = deque()
         self._condition = threading.Condition()
+        self._further_pass_ns = 0.0
         self.num_passes = 0
         self.num_unsent = 0
 
@@ -78,6 +83,7 @@ class DraftWorker:
             tokens=work.tokens + message.tokens,
             drafts=message.drafts,
             received_ns=received_ns,
+            round_ns=_round_ns(work, message, received_ns),
         )
 
     # --- the drafting thread ---------------------------------------------------------------------
@@ -93,22 +99,28 @@ class DraftWorker:
             self._plan.free(request)
         if work is None:
             return bool(ended)
-        started_ns = time.monotonic_ns()
+        started_ns = pass_started_ns = time.monotonic_ns()
         for num_passes, offer in enumerate(self._plan.passes(work), start=1):
             self.num_passes += 1
+            finished_ns = time.monotonic_ns()
             table = Table(
                 request=work.request,
                 epoch=work.epoch,
                 branches=offer.branches,
                 received_ns=work.received_ns,
                 started_ns=started_ns,
-                finished_ns=time.monotonic_ns(),
+                finished_ns=finished_ns,
                 num_passes=num_passes,
                 num_rows=offer.num_rows,
             )
             if not self._send(table):
                 self.num_unsent += 1
-            if self._is_stale(work):
+            if num_passes > 1:
+                weight = SMOOTHING if self._further_pass_ns else 1.0
+                pass_ns = finished_ns - pass_started_ns
+                self._further_pass_ns += weight * (pass_ns - self._further_pass_ns)
+            pass_started_ns = time.monotonic_ns()
+            if not self._has_time(work, pass_started_ns):
                 break
         return True
 
@@ -119,9 +131,22 @@ class DraftWorker:
                 return work
         return None
 
-    def _is_stale(self, work: Work) -> bool:
+    def _has_time(self, work: Work, now_ns: int) -> bool:
+        """For one more pass: the work is not stale, and will not be when that pass ends."""
         with self._condition:
-            return self._slots.get(work.request) is not work
+            if self._slots.get(work.request) is not work or self._queue:
+                return False
+        if not self._is_paced or not work.round_ns:
+            return True
+        return now_ns + self._further_pass_ns <= work.received_ns + work.round_ns
+
+
+def _round_ns(work: Work, message: Outcome, received_ns: int) -> float:
+    """Running mean of the time between the starts of two verifications in a row."""
+    if work.drafts is None or message.drafts is None:
+        return work.round_ns
+    round_ns = received_ns - work.received_ns
+    return work.round_ns + (SMOOTHING if work.round_ns else 1.0) * (round_ns - work.round_ns)
 
 
 def _table_epoch(message: Prefill | Outcome) -> int:

@@ -15,15 +15,14 @@ from collections.abc import Callable
 import torch
 
 from d3d_ray.decode.correspondence import Correspondence
-from d3d_ray.decode.modes import make_policies
+from d3d_ray.decode.gain import Gain, PlainCost
+from d3d_ray.decode.modes import MissPolicy, make_policies
 from d3d_ray.decode.protocols import Block, Drafter, Verifier
-from d3d_ray.decode.session import Pick, Session
+from d3d_ray.decode.session import SMOOTHING, Pick, Session
 from d3d_ray.records import Chunk, Finish, Request
 from d3d_ray.sampling import NonFiniteLogitsError
 
 logger = logging.getLogger(__name__)
-
-_SMOOTHING = 0.1
 
 
 class Scheduler:
@@ -42,6 +41,8 @@ class Scheduler:
         max_wait_s: float = 1.0,
         kv_budget_tokens: int = 2**62,
         max_requests: int = 64,
+        miss_policy: MissPolicy = "soft",
+        is_never_slower: bool = False,
     ) -> None:
         self._verifier = verifier
         self._on_chunk = on_chunk
@@ -54,7 +55,11 @@ class Scheduler:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self.correspondence = Correspondence(drafter, block_size=block_size, vocab_size=vocab_size)
-        self._policies = make_policies(self.correspondence, max_wait_s=max_wait_s)
+        self._policies = make_policies(
+            self.correspondence, max_wait_s=max_wait_s, miss_policy=miss_policy
+        )
+        self._num_drafts = block_size - 1
+        self._plain = PlainCost() if is_never_slower else None
         self._verify_ns = 0.0
         self._idle_since_ns = time.monotonic_ns()
 
@@ -71,7 +76,8 @@ class Scheduler:
                 f"needs {self._num_reserved(request)} tokens of KV cache and the budget is "
                 f"{self._kv_budget_tokens}: ask for fewer tokens or raise runtime.kv_budget_tokens"
             )
-        self.run_between_rounds(lambda: self._waiting.append(Session(request)))
+        session = Session(request, Gain(self._num_drafts, self._plain))
+        self.run_between_rounds(lambda: self._waiting.append(session))
 
     def cancel(self, request_id: str) -> None:
         """End a request at its next round; unknown and finished ones are ignored."""
@@ -167,8 +173,11 @@ class Scheduler:
         pick = session.pick()
         if session.is_awaiting and session.deadline_ns:
             self.correspondence.count_timeout(session)
+        policy = self._policies[session.request.mode]
+        if policy.asks_again(session, pick):
+            return
         start = time.monotonic_ns()
-        self._policies[session.request.mode].before_verify(session, pick.drafts)
+        policy.before_verify(session, pick.drafts)
         logits = self._forward(session, session.next_block(pick.drafts))
         if logits is not None:
             self._finish_round(session, logits, pick, start)
@@ -183,7 +192,6 @@ class Scheduler:
     def _finish_round(
         self, session: Session, logits: torch.Tensor, pick: Pick, start_ns: int
     ) -> None:
-        hop_ns = session.hop_ns
         try:
             emitted = session.settle(logits, pick.drafts)
         except NonFiniteLogitsError as error:
@@ -196,11 +204,10 @@ class Scheduler:
             num_emitted=len(emitted),
             span_ns=(start_ns, end_ns),
             wait_ns=start_ns - self._idle_since_ns,
-            hop_ns=hop_ns,
         )
         self._idle_since_ns = end_ns
         if pick.kind != "prefill":
-            weight = _SMOOTHING if self._verify_ns else 1.0
+            weight = SMOOTHING if self._verify_ns else 1.0
             self._verify_ns += weight * (end_ns - start_ns - self._verify_ns)
         if session.finish is not None:
             self._end(session, session.finish, tokens=emitted, kind=pick.kind)

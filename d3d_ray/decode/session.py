@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from d3d_ray.acceptance import count_accepted, cut_at_end
+from d3d_ray.decode.gain import Gain
 from d3d_ray.decode.protocols import Block
 from d3d_ray.records import Branch, Finish, Mode, Request, Round, Table
 from d3d_ray.sampling import History, draw
 
-_SMOOTHING = 0.1
+SMOOTHING = 0.1
+"""Weight of the newest round in running means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,9 @@ class Pick:
 class Session:
     """The state of one request. Only the thread of the decode loop touches it."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, gain: Gain) -> None:
         self.request = request
+        self.gain = gain
         self.tokens = list(request.prompt)
         """Committed tokens, prompt included; the last one is the anchor once decoding."""
         self.epoch = -1
@@ -52,10 +55,16 @@ class Session:
         self.deadline_ns = 0
         self.sent_ns = 0
         self.hop_ns = 0
+        self.jit_epoch = -1
+        """The last round after which drafts for the known outcome were asked for."""
+        self.jit_ns = 0.0
+        """Recent mean of what such a wait takes; 0 = not measured."""
         # The outcome of round ``epoch``.
         self.num_accepted = 0
         self.drafted_length = 2.0
         """Recent mean of the tokens that rounds with drafts gave; optimistic until measured."""
+        self.lengths = {"hit": 3.0, "soft": 2.0, "none": 1.0}
+        """The same by kind of round."""
         self._history = History(request.prompt) if request.sampling.has_penalties else None
 
     @property
@@ -74,6 +83,15 @@ class Session:
     def num_left(self) -> int:
         return self.request.max_tokens - self.num_output
 
+    @property
+    def wants_drafts(self) -> bool:
+        return self.num_left > 1 and self.gain.limit > 0
+
+    def ns_per_token(self, now_ns: int) -> float:
+        """Of the decoding so far; 0 before it has given a token."""
+        num_decoded = self.num_output - 1
+        return (now_ns - self.decoding_since_ns) / num_decoded if num_decoded > 0 else 0.0
+
     def next_chunk(self, size: int) -> Block:
         """The next part of the prompt; logits only for its very last token."""
         start = self.num_prefilled
@@ -88,16 +106,18 @@ class Session:
 
     def pick(self) -> Pick:
         """Take the branch for the outcome of the last round out of the newest table."""
-        limit = self.num_left - 1  # t* always comes on top
+        limit = min(self.num_left - 1, self.gain.limit)  # t* always comes on top
         if self.request.mode is Mode.AR:
             return Pick("none")
         if limit <= 0:
-            return Pick("none", cause="limit")
+            return Pick("none", cause="limit" if self.gain.limit else "no gain")
         if self.table is None or self.table.epoch != self.epoch:
             return Pick("none", cause="late" if self.is_awaiting else "unasked")
         branch, kind = _choose(self.table.branches, self.num_accepted, self.tokens[-1])
         if branch is None or not branch.drafts:
             return Pick("none", cause="no branch")
+        if branch.k is None and self.jit_epoch == self.epoch:
+            kind = "jit"
         return Pick(kind, branch.drafts[:limit], self.table)
 
     def settle(
@@ -136,9 +156,8 @@ class Session:
         num_emitted: int,
         span_ns: tuple[int, int],
         wait_ns: int,
-        hop_ns: int,
     ) -> None:
-        """Keep what the round was like, and learn for the waiting rule."""
+        """Keep what the round was like, and learn for the rules of waiting and of gain."""
         start_ns, end_ns = span_ns
         table = pick.table
         self.rounds.append(
@@ -158,23 +177,26 @@ class Session:
                 draft_end_ns=table.finished_ns if table else 0,
                 num_passes=table.num_passes if table else 0,
                 num_draft_rows=table.num_rows if table else 0,
-                hop_ns=hop_ns if table else 0,
+                hop_ns=self.hop_ns if table else 0,
             )
         )
         if pick.kind == "prefill":
             self.decoding_since_ns = end_ns
+        else:
+            self.gain.observe(num_emitted, end_ns - start_ns + wait_ns)
+            length = self.lengths.get(pick.kind, self.lengths["hit"])
+            self.lengths[pick.kind] = length + SMOOTHING * (num_emitted - length)
+        if pick.kind == "jit":
+            self.jit_ns += (SMOOTHING if self.jit_ns else 1.0) * (wait_ns - self.jit_ns)
         if pick.drafts:
-            self.drafted_length += _SMOOTHING * (num_emitted - self.drafted_length)
+            self.drafted_length += SMOOTHING * (num_emitted - self.drafted_length)
         self.last_served_ns = end_ns
 
 
 def _choose(branches: Sequence[Branch], k: int, token: int) -> tuple[Branch | None, str]:
     """The branch seeded with t*, else the mask-first one for k, else any for k."""
     fitting = [branch for branch in branches if branch.k is None or branch.k == k]
-    for branch in fitting:
-        if branch.guess == token:
-            return branch, "hit"
-    for branch in fitting:
-        if branch.guess is None:
-            return branch, "soft"
-    return (fitting[0], "soft") if fitting else (None, "none")
+    if not fitting:
+        return None, "none"
+    best = min(fitting, key=lambda b: 0 if b.guess == token else 1 if b.guess is None else 2)
+    return best, "hit" if best.guess == token else "soft"

@@ -24,6 +24,7 @@ import ray
 import torch
 
 from d3d_ray.config import EngineConfig
+from d3d_ray.models.cpu import keep_freed_memory
 from d3d_ray.runtime.channel import ChannelReceiver, open_sender
 from d3d_ray.runtime.links import Sender
 
@@ -56,6 +57,7 @@ class LinkedActor:
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         torch.set_num_threads(num_threads)
+        keep_freed_memory()
         self._config = config
         self._device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._sender: Sender | None = None

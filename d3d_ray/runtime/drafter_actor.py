@@ -6,8 +6,11 @@ import torch
 
 from d3d_ray.config import EngineConfig
 from d3d_ray.decode.drafting import DraftWorker
-from d3d_ray.decode.plans import DraftPlan, PackedPlan
+from d3d_ray.decode.lookahead_plans import AnytimePlan, GlueFirstPlan
+from d3d_ray.decode.packed_plan import PackedPlan
+from d3d_ray.decode.plans import DraftPlan
 from d3d_ray.decode.simulation import SimulatedPlan
+from d3d_ray.models.cpu import pack_weights
 from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.drafter_folder import load_drafter, load_drafter_tokenizer
 from d3d_ray.models.loading import load_tokenizer
@@ -56,7 +59,7 @@ class DrafterActor(LinkedActor):
 def load_drafter_of(config: EngineConfig, device: torch.device) -> DrafterModel:
     """The drafter that the settings ask for."""
     settings = config.drafter
-    return load_drafter(
+    drafter = load_drafter(
         settings.source,
         target_source=config.target.source,
         num_layers=settings.num_layers,
@@ -66,14 +69,24 @@ def load_drafter_of(config: EngineConfig, device: torch.device) -> DrafterModel:
         dtype=getattr(torch, settings.dtype or config.target.dtype),
         device=device,
     )
+    pack_weights(drafter.network)
+    return drafter
 
 
 def make_plan(config: EngineConfig, model: DrafterModel) -> DraftPlan:
     """The draft plan that the settings ask for."""
     decode = config.decode
-    plan = PackedPlan(
-        model, max_rows=decode.max_draft_rows, is_noise_shared=decode.draft_noise == "shared"
-    )
+    rows, is_shared = decode.max_draft_rows, decode.draft_noise == "shared"
+    plan: DraftPlan
+    match decode.draft_plan:
+        case "packed":
+            plan = PackedPlan(model, max_rows=rows, is_noise_shared=is_shared)
+        case "glue-first":
+            plan = GlueFirstPlan(model, max_rows=rows, is_noise_shared=is_shared)
+        case "anytime":
+            plan = AnytimePlan(
+                model, max_rows=rows, is_noise_shared=is_shared, max_passes=decode.max_passes
+            )
     if decode.simulate_acceptance is None:
         return plan
     return SimulatedPlan(

@@ -9,6 +9,7 @@ import torch
 from d3d_ray.config import EngineConfig
 from d3d_ray.decode.rescoring import Candidate, find_top_two_between_rounds
 from d3d_ray.decode.scheduler import Scheduler
+from d3d_ray.models.cpu import pack_weights
 from d3d_ray.models.loading import load_target
 from d3d_ray.models.target import Target
 from d3d_ray.records import Chunk, Finish, Request
@@ -50,6 +51,8 @@ class VerifierActor(LinkedActor):
             max_wait_s=decode.max_wait_ms / 1e3,
             kv_budget_tokens=self._kv_budget_tokens,
             max_requests=runtime.max_requests,
+            miss_policy=decode.miss_policy,
+            is_never_slower=decode.never_slower and decode.simulate_acceptance is None,
         )
         self._start(self._scheduler.step, "decode thread")
 
@@ -147,10 +150,12 @@ class VerifierActor(LinkedActor):
 
 def load_target_of(config: EngineConfig, device: torch.device) -> Target:
     """The target that the settings ask for."""
-    return load_target(
+    target = load_target(
         config.target.source,
         dtype=getattr(torch, config.target.dtype),
         device=device,
         num_devices=config.runtime.verifier_gpus if device.type == "cuda" else 1,
         max_context=config.target.max_context,
     )
+    pack_weights(target.model)
+    return target

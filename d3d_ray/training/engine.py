@@ -14,6 +14,7 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 
+from d3d_ray.models.cpu import keep_freed_memory
 from d3d_ray.training.config import OptimiserConfig, TrainingConfig
 from d3d_ray.training.layout import TrainingRow
 from d3d_ray.training.step import DrafterLoss
@@ -164,6 +165,7 @@ def prepare_process(config: TrainingConfig) -> torch.device:
         raise ValueError("use_gpu is true, but torch finds no GPU: set use_gpu=null")
     if not use_gpu:
         torch.set_num_threads(config.threads)
+        keep_freed_memory()
     if not dist.is_initialized():
         backend = "nccl" if use_gpu else "gloo"
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

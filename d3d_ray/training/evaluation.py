@@ -8,7 +8,8 @@ from random import Random
 import torch
 
 from d3d_ray.decode.drafting import DraftWorker
-from d3d_ray.decode.plans import DraftPlan, PackedPlan
+from d3d_ray.decode.packed_plan import PackedPlan
+from d3d_ray.decode.plans import DraftPlan
 from d3d_ray.decode.scheduler import Scheduler
 from d3d_ray.metrics import summarise
 from d3d_ray.models.drafter import DrafterModel
@@ -29,7 +30,7 @@ class InlineDrafter:
 
     def __init__(self, plan: DraftPlan) -> None:
         self._arrived: list[FromDrafter] = []
-        self._worker = DraftWorker(plan, self._take)
+        self._worker = DraftWorker(plan, self._take, is_paced=False)
 
     def send(self, message: ToDrafter) -> bool:
         self._worker.receive(message)
@@ -133,9 +134,9 @@ def teacher_forced(drafter: DrafterModel, documents: Sequence[Document]) -> Teac
                 seeded_share=float(is_seeded),
                 rng=Random(index),
             )
-            is_right = _is_right(drafter, row)
-            blocks = _blocks(row, is_right, shape, is_seeded)
-            lengths[is_seeded] += [1 + _num_leading(block) for block in blocks]
+            is_right = judge(drafter, row)
+            blocks = [is_right[b.rows].tolist() for b in whole_blocks(row, shape)]
+            lengths[is_seeded] += [1 + count_leading(block) for block in blocks]
             if is_seeded:
                 clean.append(is_right[(row.block < 0) & (row.labels != IGNORED)])
                 drafts += blocks
@@ -155,7 +156,8 @@ def block_shape(drafter: DrafterModel) -> BlockShape:
     )
 
 
-def _is_right(drafter: DrafterModel, row: TrainingRow) -> torch.Tensor:  # [rows] bool
+def judge(drafter: DrafterModel, row: TrainingRow) -> torch.Tensor:  # [rows] bool
+    """Whether the best token of each row is its label; False where nothing is predicted."""
     at = (row.labels != IGNORED).nonzero()[:, 0]
     with torch.inference_mode():
         hidden = run(drafter.network, row.to(drafter.device))
@@ -167,27 +169,33 @@ def _is_right(drafter: DrafterModel, row: TrainingRow) -> torch.Tensor:  # [rows
     return is_right
 
 
-def _blocks(
-    row: TrainingRow,
-    is_right: torch.Tensor,  # [rows] bool
-    shape: BlockShape,
-    is_seeded: bool,
-) -> list[list[bool]]:
-    """For each whole block whether each draft is right."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WholeBlock:
+    """A block of a row that the end of its answer does not cut."""
+
+    is_seeded: bool
+    rows: torch.Tensor
+    """[drafts] int64: which rows predict its drafts, in order."""
+
+
+def whole_blocks(row: TrainingRow, shape: BlockShape) -> list[WholeBlock]:
+    """Blocks that the end of an answer cuts are left out: not all their drafts have a label."""
     blocks = []
     for block in range(int(row.block.max()) + 1):
         rows = (row.block == block).nonzero()[:, 0]
         if bool((row.labels[rows] == IGNORED).any()):
             continue
+        is_seeded = len(rows) < shape.block_size - shape.label_shift
         if is_seeded and shape.label_shift:  # The first draft is the clean first slot's.
             rows = torch.cat([row.end_column[rows[:1]] - 1, rows])
         elif not is_seeded and not shape.label_shift:  # The first mask predicts t* itself.
             rows = rows[1:]
-        blocks.append(is_right[rows].tolist())
+        blocks.append(WholeBlock(is_seeded=is_seeded, rows=rows))
     return blocks
 
 
-def _num_leading(block: list[bool]) -> int:
+def count_leading(block: list[bool]) -> int:
+    """How many of a block's drafts stay: those before the first wrong one."""
     return block.index(False) if False in block else len(block)
 
 

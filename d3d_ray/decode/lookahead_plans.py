@@ -1,0 +1,86 @@
+"""Plans that let the drafter's own AR head foretell the outcome: ``glue-first``, ``anytime``."""
+
+from collections.abc import Iterator
+
+from d3d_ray.decode.packed_plan import NUM_GUESSES, PackedPlan
+from d3d_ray.decode.plans import BranchKey, Line, Offer, PackableModel, Work
+from d3d_ray.packing import Candidate, rank_foretold
+
+_LEAST_CHANCE = 0.02
+"""Outcomes less likely than this are not worth a pass of their own."""
+
+
+class GlueFirstPlan(PackedPlan):
+    """A cheap pass reads the block under verification, then one packed pass drafts.
+
+    The AR head's law behind each draft ranks the outcomes and gives the guesses.
+    """
+
+    def passes(self, work: Work) -> Iterator[Offer]:
+        board = self._open(work)
+        if not self._make.fits(work):
+            yield Offer(())
+        elif work.drafts is None:
+            yield board.offer(self._make.continue_known(board))
+        else:
+            reading = self._make.draft(board, [])
+            candidates = rank_foretold(reading.scores, work.drafts, self._make.num_guesses)
+            drafted = self._draft(board, candidates)
+            yield board.offer(reading.num_rows + drafted.num_rows)
+
+
+class AnytimePlan(PackedPlan):
+    """Passes go on until the outcome comes: the drafter speculates on itself.
+
+    The first pass drafts for all outcomes and foretells them with the AR head. Each further one
+    takes the likeliest outcome whose drafts the AR head has not read to their end, reads them, and
+    drafts anew from the first doubt on.
+    """
+
+    def __init__(
+        self,
+        model: PackableModel,
+        *,
+        max_rows: int,
+        is_noise_shared: bool,
+        max_passes: int,
+        num_guesses: int = NUM_GUESSES,
+    ) -> None:
+        super().__init__(
+            model, max_rows=max_rows, is_noise_shared=is_noise_shared, num_guesses=num_guesses
+        )
+        self._max_passes = max_passes
+
+    def passes(self, work: Work) -> Iterator[Offer]:
+        board = self._open(work)
+        if not self._make.fits(work):
+            yield Offer(())
+            return
+        if work.drafts is None:  # The verifier waits, and takes the first drafts there are.
+            yield board.offer(self._make.continue_known(board))
+            return
+        reading = self._draft(board, self._rank(board))
+        yield board.offer(reading.num_rows)
+        foretold = rank_foretold(reading.scores, work.drafts, self._make.num_guesses)
+        for _ in range(1, self._max_passes):
+            candidate = self._next_to_repair(board.lines, foretold)
+            if candidate is None:
+                return
+            k, token = candidate.k, candidate.guess
+            assert token is not None
+            line = board.lines.get((k, token)) or board.lines.get((k, None)) or Line((), ())
+            known = (*work.tokens, *work.drafts[:k], token)
+            board.lines[k, token], num_rows = self._make.repair(work, known, line)
+            yield board.offer(num_rows)
+
+    def _next_to_repair(
+        self, lines: dict[BranchKey, Line], foretold: list[Candidate]
+    ) -> Candidate | None:
+        for rank, candidate in enumerate(foretold):
+            if rank > 0 and candidate.chance < _LEAST_CHANCE:
+                return None
+            line = lines.get((candidate.k, candidate.guess))
+            is_whole = line is not None and line.num_checked >= self._make.model.block_size - 1
+            if candidate.guess is not None and not is_whole:
+                return candidate
+        return None

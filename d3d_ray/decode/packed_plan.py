@@ -1,0 +1,106 @@
+"""The plan ``packed``: one packed pass a round; and what it learns from outcomes."""
+
+from collections.abc import Iterator, Sequence
+
+from d3d_ray.decode.passes import Passes, Reading
+from d3d_ray.decode.plans import Board, Offer, PackableModel, Work
+from d3d_ray.packing import Candidate, fill_budget, rank_outcomes
+
+NUM_GUESSES = 3
+
+
+class PackedPlan:
+    """One packed pass a round: glue, then branches for the likeliest outcomes.
+
+    Guesses of t* are the runners-up of the draft that would be rejected, from the branch that won
+    the last round. Full acceptance has none: that branch is mask-first.
+    """
+
+    def __init__(
+        self,
+        model: PackableModel,
+        *,
+        max_rows: int,
+        is_noise_shared: bool,
+        num_guesses: int = NUM_GUESSES,
+    ) -> None:
+        self._make = Passes(model, is_noise_shared=is_noise_shared, num_guesses=num_guesses)
+        self._max_rows = max_rows
+        self._boards: dict[str, Board] = {}
+        self._statistics = _Statistics(model.block_size - 1, num_guesses)
+
+    def passes(self, work: Work) -> Iterator[Offer]:
+        board = self._open(work)
+        if not self._make.fits(work):
+            yield Offer(())
+        elif work.drafts is None:
+            yield board.offer(self._make.continue_known(board))
+        else:
+            yield board.offer(self._draft(board, self._rank(board)).num_rows)
+
+    def free(self, request: str) -> None:
+        self._boards.pop(request, None)
+        self._make.model.free(request)
+
+    def _open(self, work: Work) -> Board:
+        """A board for new work; the last one tells how good its chances and guesses were."""
+        last = self._boards.get(work.request)
+        if last is not None:
+            self._statistics.observe(last, work)
+        board = self._boards[work.request] = Board(work, _guesses(last, work.drafts or ()))
+        return board
+
+    def _rank(self, board: Board) -> list[Candidate]:
+        return rank_outcomes(
+            self._statistics.accept_rates[: len(board.work.drafts or ())],
+            board.guesses,
+            self._statistics.guess_rates,
+        )
+
+    def _draft(self, board: Board, candidates: Sequence[Candidate]) -> Reading:
+        """One packed pass with as many of the candidates as fit the budget of rows."""
+        work, model = board.work, self._make.model
+        clean = (*work.tokens, *(work.drafts or ()))
+        num_glue = len(clean) - model.match_cache(work.request, clean, len(work.tokens) - 1)
+        chosen = fill_budget(
+            candidates,
+            num_free_rows=self._max_rows - num_glue,
+            num_rows_each=model.block_size - 1 if model.label_shift else model.block_size,
+        )
+        return self._make.draft(board, chosen)
+
+
+def _guesses(last: Board | None, drafts: tuple[int, ...]) -> list[list[int]]:
+    """Of t* for each k, from the branch whose drafts are verified now."""
+    guesses: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
+    if last is not None and drafts:
+        for line in last.lines.values():
+            if line.drafts[: len(drafts)] == drafts:
+                for k, runners in enumerate(line.runners[: len(drafts)]):
+                    guesses[k] = list(runners)
+                break
+    return guesses
+
+
+class _Statistics:
+    """Running chances: draft i kept when those before it were; guess of rank f right."""
+
+    def __init__(self, num_drafts: int, num_guesses: int) -> None:
+        self.accept_rates = [0.7] * num_drafts
+        self.guess_rates = [0.4 * 0.4**rank for rank in range(num_guesses)]
+        self._weight = 0.05
+
+    def observe(self, board: Board, work: Work) -> None:
+        """Learn from the outcome of the block that the last work was about."""
+        drafts = board.work.drafts
+        news = work.tokens[len(board.work.tokens) :]
+        if not drafts or not news:
+            return
+        for i, draft in enumerate(drafts[: len(news)]):
+            is_kept = news[i] == draft
+            self.accept_rates[i] += self._weight * (is_kept - self.accept_rates[i])
+            if not is_kept:
+                for rank, guess in enumerate(board.guesses[i][: len(self.guess_rates)]):
+                    is_right = guess == news[i]
+                    self.guess_rates[rank] += self._weight * (is_right - self.guess_rates[rank])
+                return
