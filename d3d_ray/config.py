@@ -31,6 +31,8 @@ class TargetConfig:
     """Pad every block to the block size, so that a token is the same bits in every mode."""
     max_context: int | None = None
     """Longest prompt plus answer, in tokens; null = the model's own limit."""
+    enable_thinking: bool | None = None
+    """Told to the chat template of models that can think aloud; null = its own default."""
 
     def __post_init__(self) -> None:
         check(self, "target.", at_least={"max_context": 2})

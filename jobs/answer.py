@@ -8,37 +8,25 @@ Only the first turn of a prompt is asked. Ctrl-C keeps what is written, and the 
 on. Exits with 0 when all is answered, 1 when something failed, 2 on bad input, 130 on Ctrl-C.
 """
 
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 
+from d3d_ray.command_line import run_job
 from d3d_ray.training.answer_options import parse_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, build, call, close; the exit code."""
-    try:
-        options = parse_options(sys.argv[1:] if arguments is None else arguments)
-        silence()
-        # This takes seconds to import; bad arguments are refused before.
-        from d3d_ray.training.answers_run import answer_all
+    return run_job(answer, arguments, interrupted="interrupted: the same command goes on from here")
 
-        answer_all(options)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on from here", file=sys.stderr)
-        return 130
+
+def answer(arguments: Sequence[str]) -> int:
+    options = parse_options(arguments)
+    # This takes seconds to import; bad arguments are refused before.
+    from d3d_ray.training.answers_run import answer_all
+
+    answer_all(options)
     return 0
-
-
-def silence() -> None:
-    """No progress bars and hints of the libraries; set before they are imported."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ python jobs/doctor.py --gpu-check --json gpu.json
 The exit code: 0 nothing failed, 1 something did, 2 bad arguments, 3 no GPU for --gpu-check.
 """
 
-import argparse
-import os
 import sys
+from collections.abc import Sequence
 
 from d3d_ray.bench.options import output_file
-from d3d_ray.config import EngineConfig, list_presets, load_config, to_dict
+from d3d_ray.command_line import Parser, run_job
+from d3d_ray.config import list_presets, load_config, to_dict
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Check what this machine can run.")
+def run(arguments: Sequence[str]) -> int:
+    parser = Parser(description="Check what this machine can run.")
     add = parser.add_argument
     add("--preset", default="smollm2-cpu", help=f"YAML file, or {', '.join(list_presets())}")
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override")
@@ -23,20 +23,8 @@ def main() -> int:
     add("--no-curves", action="store_true", help="load no weights and time no model")
     add("--gpu-check", action="store_true", help="check the GPU path; exit 3 = there is no GPU")
     add("--seconds", type=float, default=280.0, help="time budget of --gpu-check")
-    args = parser.parse_args()
-    try:
-        config = load_config(args.preset, args.set)
-    except ValueError as error:
-        parser.error(str(error))
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        return run(args, config)
-    except KeyboardInterrupt:
-        return 130
-
-
-def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    args = parser.parse_args(arguments)
+    config = load_config(args.preset, args.set)
     # These take seconds to import; bad arguments are refused before.
     import torch
 
@@ -56,4 +44,4 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_job(run, None))

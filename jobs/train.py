@@ -11,12 +11,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from d3d_ray.training.config import TrainingConfig, list_recipes, load_training_config
+from d3d_ray.command_line import Parser, run_job
+from d3d_ray.training.config import list_recipes, load_training_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, build, call, close; the exit code."""
-    parser = argparse.ArgumentParser(description="Train a drafter.")
+    return run_job(run, arguments)
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = Parser(description="Train a drafter.")
     add = parser.add_argument
     add("--config", required=True, help=f"YAML file, or {', '.join(list_recipes())}")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="such as optimiser.num_steps=100")
@@ -25,31 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher.
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    try:
-        config = load_training_config(options.config, options.overrides)
-        return run(config, launcher=options.launcher, resume=options.resume)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-
-
-def run(config: TrainingConfig, *, launcher: str, resume: bool) -> int:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    config = load_training_config(options.config, options.overrides)
     # Threads that spin at barriers slow a step tenfold when another process needs a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # These take seconds to import; bad arguments are refused before.
-    if launcher == "ray":
+    if options.launcher == "ray":
         from d3d_ray.training.ray_train import train_on_ray
 
-        train_on_ray(config, resume=resume)
+        train_on_ray(config, resume=options.resume)
         return 0
     from d3d_ray.training.process import train_here
 
-    return train_here(config, resume=resume)
+    return train_here(config, resume=options.resume)
 
 
 if __name__ == "__main__":

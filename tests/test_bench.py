@@ -348,6 +348,8 @@ def test_the_table_has_a_row_a_mode_and_a_speed_up() -> None:
     assert [head.index(name) for name in names] == sorted(head.index(name) for name in names)
     assert plain.split()[:4] == ["ar", "100.0", "1.00x", "1.00"]
     assert drafted.split()[:4] == ["async", "200.0", "2.00x", "2.00"]
+    assert "remark" not in head
+    assert [plain.split().count("–"), drafted.split().count("–")] == [2, 0]
     assert verdict == "identical: 1 of 1 prompts, token for token"
 
 
@@ -367,7 +369,8 @@ def test_simulated_figures_say_so_and_show_no_speed_up() -> None:
 
 def test_an_untrained_drafter_is_named_on_its_lines_alone() -> None:
     result = make_comparison(is_drafter_trained=False)
-    title, _, plain, drafted, _ = result.table().splitlines()
+    title, head, plain, drafted, _ = result.table().splitlines()
+    assert drafted.index("untrained drafter") == head.index("remark")
     assert "untrained drafter" in title
     assert "untrained drafter" in drafted
     assert "untrained drafter" not in plain
@@ -409,6 +412,12 @@ def test_the_trace_has_two_lanes_and_a_span_a_verification_and_a_drafting(tmp_pa
     assert args.items() <= verify_2["args"].items()
     assert args.items() <= draft_2["args"].items()
     assert "SIMULATED" in trace["traceEvents"][0]["args"]["name"]
+
+
+def test_plain_decoding_is_not_labelled_with_its_drafter_in_the_trace() -> None:
+    events = make_events({mode: make_rounds(1) for mode in Mode}, label="untrained drafter")
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["ar", "sync (untrained drafter)", "async (untrained drafter)"]
 
 
 def test_a_trace_of_nothing_is_still_a_trace() -> None:

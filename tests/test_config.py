@@ -26,7 +26,7 @@ README = Path(__file__).parents[1] / "README.md"
 PLAIN = EngineConfig(target=TargetConfig(source="folder"))
 UNUSUAL = EngineConfig(
     name="größer: 1",
-    target=TargetConfig(source="no", dtype="float32", max_context=2048),
+    target=TargetConfig(source="no", dtype="float32", max_context=2048, enable_thinking=False),
     drafter=DrafterConfig(source="1", num_layers=3, block_size=4, label_shift=False),
     decode=DecodeConfig(mode="sync", draft_noise="none", max_wait_ms=0.5, simulate_acceptance=1),
     runtime=RuntimeConfig(transport="call", share_device=True, kv_budget_tokens=4096),

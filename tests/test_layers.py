@@ -16,6 +16,7 @@ LAYERS = {
     "records": 0,
     "metrics": 0,
     "settings": 0,
+    "command_line": 0,
     "config": 1,
     "sampling": 2,
     "acceptance": 2,
@@ -43,6 +44,7 @@ ONLY_IN = {
 # Imports within one layer, with the reason.
 SIDEWAYS: dict[tuple[str, str], str] = {
     ("metrics", "records"): "metrics are computed from the records of rounds",
+    ("pruning", "training"): "healing is a training run, and layers are judged as training judges",
 }
 # Files and functions (path::name) over the limits, with the reason.
 OVERSIZE: dict[str, str] = {

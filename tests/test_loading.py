@@ -1,10 +1,12 @@
 """Where targets come from: folders, names that are not there, and the embedded model."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,13 @@ from tiny import END, FAMILIES, save_tiny, tiny_model
 
 from d3d_ray.decode.protocols import Block
 from d3d_ray.models.embedded import cache_root, embedded_folder
-from d3d_ray.models.loading import load_causal_lm, load_target, load_tokenizer, stop_ids
+from d3d_ray.models.loading import (
+    load_causal_lm,
+    load_target,
+    load_tokenizer,
+    read_tensors,
+    stop_ids,
+)
 from d3d_ray.models.pairing import check_mask_token
 
 CPU = {"dtype": torch.float32, "device": "cpu"}
@@ -189,3 +197,60 @@ def test_a_failed_conversion_leaves_nothing_behind(
     with pytest.raises(OSError, match="disk full"):
         embedded_folder("smollm2-135m-instruct", fail)
     assert [path.suffix for path in tmp_path.iterdir()] in ([".lock"], [])
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_copy_of_an_embedded_model_is_named_so_that_it_can_be_deleted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        save_tiny(folder, "llama")
+        (folder / file).write_bytes((folder / file).read_bytes()[:40])
+
+    monkeypatch.setenv("D3D_RAY_CACHE", str(tmp_path))
+    folder = embedded_folder("smollm2-135m-instruct", convert)
+    with pytest.raises(ValueError, match=f"{re.escape(str(folder))} is damaged; delete that fol"):
+        load_tokenizer(SMOLLM2)
+        load_causal_lm(SMOLLM2, **CPU)
+
+
+def test_damaged_weights_are_bad_input(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 40)
+    for read in (read_tensors, lambda source: load_causal_lm(source, **CPU)):
+        with pytest.raises(ValueError, match=f"weights of '{tmp_path}' are damaged"):
+            read(str(tmp_path))
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, is_offline: bool
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        assert not is_offline
+        raise OSError("no route to host")
+
+    def wait(seconds: float) -> None:
+        raise AssertionError("it waits to ask again")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.setattr("time.sleep", wait)
+    with pytest.raises(ValueError, match="is not on this machine, and the hub does not answer"):
+        load_tokenizer("nobody/has-this-model")
+
+
+def test_without_the_hub_a_model_comes_from_its_cache(tmp_path: Path) -> None:
+    repository = tmp_path / "models--some--model"
+    save_tiny(repository / "snapshots" / "abc", "llama")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    code = (
+        "from d3d_ray.models.loading import load_tokenizer, read_tensors\n"
+        "print(len(load_tokenizer('some/model')), len(read_tensors('some/model')) > 20)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "512 True\n"

@@ -73,6 +73,7 @@ def test_with_the_targets_own_head_every_outcome_is_foretold(pair, temperature) 
     plan = GlueFirstPlan(drafter, max_rows=64, is_noise_shared=True)
     _, summary = decode(target, plan, temperature)
     assert summary.outcomes["hit"] > 0.9
+    assert plan.foretold_share == 1.0
     _, packed = decode(target, PackedPlan(drafter, max_rows=64, is_noise_shared=True), temperature)
     assert packed.outcomes["hit"] < summary.outcomes["hit"]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -129,6 +130,11 @@ def test_streaming_gives_the_same_tokens_and_leaving_it_cancels(engine: Engine) 
         ([-1], {}, "-1"),
         ([5] * 1024, {}, "1024"),
         ([5], {"stop_token_ids": (600,)}, "600"),
+        (
+            [5],
+            {"stop_token_ids": tuple(range(512)), "min_tokens": 1},
+            "min_tokens is 1: set it to 0",
+        ),
         ([1.5], {}, "token ids"),
         (b"abc", {}, "bytes"),
         (None, {}, "NoneType"),
@@ -144,6 +150,15 @@ def test_bad_prompts_are_refused_and_the_engine_goes_on(
     with pytest.raises(ValueError, match=message):
         engine.generate([prompt], Sampling(max_tokens=4, **sampling))
     assert len(engine.generate([[5]], Sampling(max_tokens=4, ignore_eos=True))[0].tokens) == 4
+
+
+def test_the_thinking_mode_of_the_config_reaches_the_chat_template(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = replace(engine.config.target, enable_thinking=False)
+    monkeypatch.setattr(engine, "config", replace(engine.config, target=target))
+    with pytest.raises(ValueError, match=r"no thinking mode"):
+        engine.generate([[{"role": "user", "content": "hi"}]])
 
 
 def test_one_text_in_place_of_a_list_of_prompts_is_refused(engine: Engine) -> None:
@@ -253,7 +268,12 @@ def test_closing_ends_the_answers_in_flight_and_refuses_new_ones(folder: Path) -
 def test_nothing_is_left_behind(folder: Path) -> None:
     with Engine(make_config(folder)) as engine:
         pids = [engine.supervisor.verifier_info.pid, drafter_pid(engine)]
-        engine.generate(PROMPTS[:1], Sampling(max_tokens=4))
+        (answer,) = engine.generate(PROMPTS[:1], Sampling(max_tokens=20, ignore_eos=True))
+        assert any(r.num_drafts for r in answer.rounds), "both ways between the actors are open"
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    semaphores = {Path(name) for name in re.findall(r"/dev/shm/sem\.(?:hdr|obj)[0-9-]+", maps)}
+    assert len(semaphores) > 8, "the channels have them, though their names are gone"
+    assert [file for file in semaphores if file.exists()] == []
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
     wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"] - 2)
 

@@ -328,6 +328,5 @@ def test_wrong_arguments_end_the_job_before_anything_is_loaded(capsys: Any) -> N
     assert main(["--config", "smollm2-cpu", "optimiser.stepz=1"]) == 2
     assert "unknown setting 'optimiser.stepz'" in capsys.readouterr().err
     assert main(["--config", "smollm3"]) == 2
-    with pytest.raises(SystemExit) as ended:
-        main(["--config", "smollm2-cpu", "--launcher", "mpi"])
-    assert ended.value.code == 2
+    assert main(["--config", "smollm2-cpu", "--launcher", "mpi"]) == 2
+    assert "invalid choice: 'mpi'" in capsys.readouterr().err

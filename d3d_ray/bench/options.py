@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from d3d_ray.bench.prompts import NamedPrompt, make_prompt, read_prompts
+from d3d_ray.command_line import Parser
 from d3d_ray.config import EngineConfig, load_config
 from d3d_ray.records import Mode, Sampling
 
@@ -66,13 +66,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _make_parser() -> Parser:
+    parser = Parser(
         description="Answer prompts, or compare the decoding modes on them.",
         epilog="The exit code is 1 when modes differ where they must not, 2 for bad input.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -112,14 +112,16 @@ class Comparison:
 
     def _row(self, mode: Mode) -> list[str]:
         summary, speed_up = self.summaries[mode], self.speed_up(mode)
-        times = (summary.verify_ms, summary.draft_ms, summary.hop_ms, summary.bubble_ms)
+        has_drafts = mode is not Mode.AR
         return [
             str(mode),
             f"{summary.tokens_per_second:.1f}",
             "" if speed_up is None else f"{speed_up:.2f}x",
             f"{summary.acceptance_length:.2f}",
             *(f"{summary.outcomes.get(kind, 0.0):.0%}" for kind in ("hit", "soft", "none")),
-            *(f"{time:.1f}" for time in times),
+            f"{summary.verify_ms:.1f}",
+            *(f"{t:.1f}" if has_drafts else "–" for t in (summary.draft_ms, summary.hop_ms)),
+            f"{summary.bubble_ms:.1f}",
             f"{summary.pipeline_efficiency:.0%}",
             self.label(mode),
         ]
@@ -134,9 +136,10 @@ class Comparison:
         ]
 
 
+_REMARK = "remark"
 _HEAD = [
     "mode", "tokens/s", "speed-up", "acceptance length", "hit", "soft", "none",
-    "T_verify ms", "T_draft ms", "T_hop ms", "bubble ms", "efficiency", "",
+    "T_verify ms", "T_draft ms", "T_hop ms", "bubble ms", "efficiency", _REMARK,
 ]  # fmt: skip
 
 
@@ -147,7 +150,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     lines = []
     for row in zip(*columns, strict=True):
         first, *rest = (
-            cell.ljust(width) if index == 0 or not columns[index][0] else cell.rjust(width)
+            cell.ljust(width) if columns[index][0] in (_HEAD[0], _REMARK) else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         lines.append("  ".join([first, *rest]).rstrip())

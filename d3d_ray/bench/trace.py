@@ -31,7 +31,9 @@ def make_events(rounds: Mapping[Mode, Sequence[Round]], *, label: str = "") -> l
     origin_ns = min([*starts, *(r.draft_start_ns for r in spans if r.draft_end_ns)], default=0)
     events: list[dict[str, Any]] = []
     for process, (mode, each) in enumerate(rounds.items(), start=1):
-        events += _name_lanes(process, f"{mode} ({label})" if label else str(mode))
+        # Plain decoding has no drafter that something could be said of.
+        has_label = bool(label) and mode is not Mode.AR
+        events += _name_lanes(process, f"{mode} ({label})" if has_label else str(mode))
         for r in each:
             events += _events_of(r, process, origin_ns)
     return events

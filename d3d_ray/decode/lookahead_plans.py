@@ -3,14 +3,23 @@
 from collections.abc import Iterator
 
 from d3d_ray.decode.packed_plan import NUM_GUESSES, PackedPlan
-from d3d_ray.decode.plans import BranchKey, Line, Offer, PackableModel, Work
+from d3d_ray.decode.passes import Reading
+from d3d_ray.decode.plans import Board, BranchKey, Line, Offer, PackableModel, Work
 from d3d_ray.packing import Candidate, rank_foretold
 
 _LEAST_CHANCE = 0.02
 """Outcomes less likely than this are not worth a pass of their own."""
 
 
-class GlueFirstPlan(PackedPlan):
+class _LookaheadPlan(PackedPlan):
+    def _foretell(self, board: Board, reading: Reading) -> list[Candidate]:
+        drafts = board.work.drafts or ()
+        candidates = rank_foretold(reading.scores, drafts, self._make.num_guesses)
+        board.foretold = candidates[0].k, candidates[0].guess
+        return candidates
+
+
+class GlueFirstPlan(_LookaheadPlan):
     """A cheap pass reads the block under verification, then one packed pass drafts.
 
     The AR head's law behind each draft ranks the outcomes and gives the guesses.
@@ -24,12 +33,12 @@ class GlueFirstPlan(PackedPlan):
             yield board.offer(self._make.continue_known(board))
         else:
             reading = self._make.draft(board, [])
-            candidates = rank_foretold(reading.scores, work.drafts, self._make.num_guesses)
+            candidates = self._foretell(board, reading)
             drafted = self._draft(board, candidates)
             yield board.offer(reading.num_rows + drafted.num_rows)
 
 
-class AnytimePlan(PackedPlan):
+class AnytimePlan(_LookaheadPlan):
     """Passes go on until the outcome comes: the drafter speculates on itself.
 
     The first pass drafts for all outcomes and foretells them with the AR head. Each further one
@@ -61,7 +70,7 @@ class AnytimePlan(PackedPlan):
             return
         reading = self._draft(board, self._rank(board))
         yield board.offer(reading.num_rows)
-        foretold = rank_foretold(reading.scores, work.drafts, self._make.num_guesses)
+        foretold = self._foretell(board, reading)
         for _ in range(1, self._max_passes):
             candidate = self._next_to_repair(board.lines, foretold)
             if candidate is None:

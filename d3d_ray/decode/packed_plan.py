@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from d3d_ray.decode.passes import Passes, Reading
-from d3d_ray.decode.plans import Board, Offer, PackableModel, Work
+from d3d_ray.decode.plans import Board, Line, Offer, PackableModel, Work
 from d3d_ray.packing import Candidate, fill_budget, rank_outcomes
 
 NUM_GUESSES = 3
@@ -38,6 +38,11 @@ class PackedPlan:
         else:
             yield board.offer(self._draft(board, self._rank(board)).num_rows)
 
+    @property
+    def foretold_share(self) -> float:
+        """Of the outcomes so far that the AR head was asked for, those that it got right whole."""
+        return self._statistics.num_right / max(1, self._statistics.num_foretold)
+
     def free(self, request: str) -> None:
         self._boards.pop(request, None)
         self._make.model.free(request)
@@ -47,12 +52,17 @@ class PackedPlan:
         last = self._boards.get(work.request)
         if last is not None:
             self._statistics.observe(last, work)
-        board = self._boards[work.request] = Board(work, _guesses(last, work.drafts or ()))
+        drafts = work.drafts or ()
+        line = _find_line(last, drafts)
+        guesses = [list(runners) for runners in line.runners[: len(drafts)]] if line else []
+        guesses += [[] for _ in range(len(drafts) + 1 - len(guesses))]
+        board = Board(work, guesses, num_checked=line.num_checked if line else 0)
+        self._boards[work.request] = board
         return board
 
     def _rank(self, board: Board) -> list[Candidate]:
         return rank_outcomes(
-            self._statistics.accept_rates[: len(board.work.drafts or ())],
+            self._statistics.accept_rates(board),
             board.guesses,
             self._statistics.guess_rates,
         )
@@ -70,25 +80,29 @@ class PackedPlan:
         return self._make.draft(board, chosen)
 
 
-def _guesses(last: Board | None, drafts: tuple[int, ...]) -> list[list[int]]:
-    """Of t* for each k, from the branch whose drafts are verified now."""
-    guesses: list[list[int]] = [[] for _ in range(len(drafts) + 1)]
-    if last is not None and drafts:
-        for line in last.lines.values():
-            if line.drafts[: len(drafts)] == drafts:
-                for k, runners in enumerate(line.runners[: len(drafts)]):
-                    guesses[k] = list(runners)
-                break
-    return guesses
+def _find_line(last: Board | None, drafts: tuple[int, ...]) -> Line | None:
+    """Of the last board, the one whose drafts are verified now."""
+    if last is None or not drafts:
+        return None
+    return next((ln for ln in last.lines.values() if ln.drafts[: len(drafts)] == drafts), None)
 
 
 class _Statistics:
-    """Running chances: draft i kept when those before it were; guess of rank f right."""
+    """Running chances: draft i kept when those before it were; guess of rank f right.
+
+    Drafts that the AR head has read and agreed with are counted apart.
+    """
 
     def __init__(self, num_drafts: int, num_guesses: int) -> None:
-        self.accept_rates = [0.7] * num_drafts
+        self._accept_rates = {True: [0.85] * num_drafts, False: [0.7] * num_drafts}
         self.guess_rates = [0.4 * 0.4**rank for rank in range(num_guesses)]
         self._weight = 0.05
+        self.num_foretold = self.num_right = 0
+
+    def accept_rates(self, board: Board) -> list[float]:
+        """Of the drafts under verification."""
+        num_drafts = len(board.work.drafts or ())
+        return [self._accept_rates[i < board.num_checked][i] for i in range(num_drafts)]
 
     def observe(self, board: Board, work: Work) -> None:
         """Learn from the outcome of the block that the last work was about."""
@@ -96,9 +110,14 @@ class _Statistics:
         news = work.tokens[len(board.work.tokens) :]
         if not drafts or not news:
             return
+        if board.foretold is not None:
+            k = next((i for i, d in enumerate(drafts) if news[i : i + 1] != (d,)), len(drafts))
+            self.num_foretold += 1
+            self.num_right += board.foretold == (k, news[k] if k < len(news) else None)
         for i, draft in enumerate(drafts[: len(news)]):
             is_kept = news[i] == draft
-            self.accept_rates[i] += self._weight * (is_kept - self.accept_rates[i])
+            rates = self._accept_rates[i < board.num_checked]
+            rates[i] += self._weight * (is_kept - rates[i])
             if not is_kept:
                 for rank, guess in enumerate(board.guesses[i][: len(self.guess_rates)]):
                     is_right = guess == news[i]

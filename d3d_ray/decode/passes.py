@@ -70,7 +70,8 @@ class Passes:
             bonus = _NO_TOKEN if candidate.guess is None else candidate.guess
             known = (*work.tokens, *drafts[: candidate.k], bonus)
             board.lines[candidate.k, candidate.guess] = self._line(logits, work, known)
-        return Reading(self._scores(parts[0], work, work.tokens, drafts), num_rows)
+        logits = self._spread(parts[0])
+        return Reading(self._scores(logits, work, work.tokens, drafts), num_rows)
 
     def repair(self, work: Work, known: tuple[int, ...], line: Line) -> tuple[Line, int]:
         """Read the line's drafts behind ``known``; from the first doubt on draft anew.
@@ -98,7 +99,7 @@ class Passes:
         rows = range(first - num_cached, len(clean) - num_cached)
         parts, num_rows = self._run(work, clean, num_cached, shapes, rows)
         read = line.drafts[line.num_checked :]
-        scores = self._scores(parts[0], work, clean[: first + 1], read)
+        scores = self._scores(self._spread(parts[0]), work, clean[: first + 1], read)
         best = scores.topk(self.num_guesses + 1, dim=-1).indices.tolist()
         num_agreed = next(
             (i for i, draft in enumerate(read) if best[i][0] != draft),
@@ -142,16 +143,20 @@ class Passes:
     ) -> Line:
         """The drafts behind ``known``, whose last token may be unknown."""
         scores = self._scores(logits, work, known, None)
-        best = scores.topk(self.num_guesses + 1, dim=-1).indices.tolist()
+        ids = scores.topk(self.num_guesses + 1, dim=-1).indices
+        if scores.shape[-1] < self.model.vocab_size:
+            assert self.model.draft_ids is not None
+            ids = self.model.draft_ids[ids]
+        best = ids.tolist()
         return Line(tuple(row[0] for row in best), tuple(tuple(row[1:]) for row in best))
 
     def _scores(
         self,
-        logits: torch.Tensor,  # [rows, vocab]
+        logits: torch.Tensor,  # [rows, vocab or drafted ids]
         work: Work,
         known: tuple[int, ...],
         drafts: Sequence[int] | None,
-    ) -> torch.Tensor:  # [rows, vocab]
+    ) -> torch.Tensor:  # [rows, vocab]; or as it came, where nothing is to be done
         """Process the drafter's logits as the target's are, under the same noise if shared.
 
         The rows are for the positions from ``len(known)`` on; ``drafts`` stand there, None = those
@@ -160,6 +165,7 @@ class Passes:
         sampling = work.sampling
         if not self._is_noise_shared or (sampling.is_greedy and not sampling.has_penalties):
             return logits
+        logits = self._spread(logits)
         history = None
         if sampling.has_penalties:
             output = (token for token in known[work.prompt_length :] if token != _NO_TOKEN)
@@ -173,3 +179,14 @@ class Passes:
             num_output=len(known) - work.prompt_length,
             stop_ids=work.stop_ids,
         )
+
+    def _spread(
+        self,
+        logits: torch.Tensor,  # [rows, vocab or drafted ids]
+    ) -> torch.Tensor:  # [rows, vocab]; -inf for what cannot be drafted
+        ids = self.model.draft_ids
+        if ids is None or logits.shape[-1] == self.model.vocab_size:
+            return logits
+        full = logits.new_full((len(logits), self.model.vocab_size), -torch.inf)
+        full[:, ids] = logits
+        return full

@@ -62,6 +62,12 @@ class PackableModel(Protocol):
     def label_shift(self) -> bool: ...
     @property
     def mask_token_id(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """[drafted ids] int64: what the columns of the logits stand for; None = all ids."""
+        ...
 
     def match_cache(self, request: str, tokens: Sequence[int], anchor: int) -> int:
         """Cut the cache to what it shares with ``tokens[:anchor]``; returns that length."""
@@ -69,7 +75,7 @@ class PackableModel(Protocol):
 
     def forward(
         self, request: str, packed: PackedPass, num_glue: int, rows: Sequence[int]
-    ) -> torch.Tensor:  # [len(rows), vocab] fp32
+    ) -> torch.Tensor:  # [len(rows), vocab or drafted ids] fp32
         """One packed pass; afterwards only the glue stays in the cache."""
         ...
 
@@ -94,7 +100,11 @@ class Board:
     work: Work
     guesses: list[list[int]] = field(default_factory=list)
     """For each k = 0..m those of t*, best first, never the draft just rejected."""
+    num_checked: int = 0
+    """Drafts under verification that the AR head has read and agreed with."""
     lines: dict[BranchKey, Line] = field(default_factory=dict)
+    foretold: BranchKey | None = None
+    """The outcome by the drafter's own AR head, where it was asked."""
 
     def offer(self, num_rows: int) -> Offer:
         branches = (Branch(k, guess, line.drafts) for (k, guess), line in self.lines.items())

@@ -32,6 +32,10 @@ class DrafterSection:
     """Tensors that the folder leaves out, since they are the target's."""
     fingerprint: str = ""
     """Of those tensors, as the target's checkpoint has them."""
+    draft_vocab_size: int | None = None
+    """How many tokens can be drafted; None = all."""
+    bits: int | None = None
+    """Of the stored weight matrices, 8; None = they are stored as they are."""
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -42,6 +46,8 @@ class DrafterSection:
             raise ValueError(
                 f"drafter.mask_token_id is {self.mask_token_id}; give a reserved token's id"
             )
+        if self.bits not in (None, 8):
+            raise ValueError(f"weights are stored in 8 bits or as they are, not in {self.bits}")
 
 
 @dataclass(slots=True)
@@ -54,7 +60,8 @@ class _State:
 class DrafterModel:
     """A drafter and its KV caches, one a request.
 
-    ``vocab_size`` counts the ids that can be drafted; it leaves out padding rows of the head.
+    ``vocab_size`` counts the tokenizer's ids; it leaves out padding rows of the head.
+    ``draft_ids`` are those that can be drafted, where the head is trimmed.
     """
 
     def __init__(
@@ -78,6 +85,10 @@ class DrafterModel:
     @property
     def mask_token_id(self) -> int:
         return self.section.mask_token_id
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        return self.network.draft_ids
 
     @property
     def is_trained(self) -> bool:
@@ -117,7 +128,7 @@ class DrafterModel:
         packed: PackedPass,
         num_glue: int,
         rows: Sequence[int],
-    ) -> torch.Tensor:  # [len(rows), vocab_size] fp32; the mask token's logit is -inf
+    ) -> torch.Tensor:  # [len(rows), vocab_size or drafted ids] fp32; -inf for the mask token
         """Run one packed pass behind the cache; afterwards its glue is cached and nothing else.
 
         The first ``num_glue`` rows are the glue, which starts where the cache ends. Only ``rows``
@@ -134,7 +145,7 @@ class DrafterModel:
             logits = self.network.head(hidden[list(rows)])[:, : self.vocab_size]
         # Copied outside, or a caller could not write to it.
         logits = logits.to(torch.float32, copy=True)
-        if self.mask_token_id < self.vocab_size:
+        if self.draft_ids is None and self.mask_token_id < self.vocab_size:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
 

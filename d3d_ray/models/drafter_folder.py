@@ -19,13 +19,16 @@ from d3d_ray.models.loading import (
     load_config,
     load_tokenizer,
     read_tensors,
+    save_model,
 )
 from d3d_ray.models.network import DrafterNetwork, check_family, evenly_spaced, select_layers
 from d3d_ray.models.sharing import HEAD, TABLE, find_shared, fingerprint, take_shared
+from d3d_ray.models.storage import quantise, restore
 
 SECTION = "d3d"
 
 _MASK_EMBEDDING = "mask_embedding"
+_DRAFT_IDS = "draft_ids"
 
 
 def load_drafter(
@@ -59,14 +62,20 @@ def load_drafter(
         )
         return _derive(source or target_source, section, num_layers, dtype=dtype, device=device)
     section = _section(load_config(source), source, block_size, mask_token_id, label_shift)
-    if section.shared_with_target:
-        model, row = _complete(source, section, target_source, dtype=dtype, device=device)
+    draft_ids = None
+    if section.shared_with_target or section.bits or section.draft_vocab_size:
+        model, row, draft_ids = _complete(
+            source, section, target_source, dtype=dtype, device=device
+        )
     else:
         model = load_causal_lm(source, dtype=dtype, device=device)
         _check_mask_row(model, section.mask_token_id)
         row = model.model.embed_tokens.weight[section.mask_token_id]
     tokenizer = load_drafter_tokenizer(source, target_source=target_source)
-    return _build(model, section, row, tokenizer)
+    drafter = _build(model, section, row, tokenizer)
+    if draft_ids is not None:
+        drafter.network.trim_head(draft_ids)
+    return drafter
 
 
 def load_drafter_tokenizer(source: str | None, *, target_source: str) -> PreTrainedTokenizerBase:
@@ -84,6 +93,8 @@ def save_drafter(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     target_source: str | None = None,
+    bits: int | None = None,
+    max_shard_mb: int = 50_000,
 ) -> None:
     """Write a folder from which :func:`load_drafter` gives the same drafter, bit for bit.
 
@@ -92,6 +103,10 @@ def save_drafter(
 
     With ``target_source``, embeddings and head are left out where they are the target's; the
     folder then holds their fingerprint, and the mask embedding as a tensor of its own.
+
+    ``bits=8`` rounds the weight matrices (see :mod:`d3d_ray.models.storage`), once: saved again,
+    the loaded drafter gives the same tensors. The mask embedding is again a tensor of its own.
+    Files are split at ``max_shard_mb``, between tensors.
     """
     model, section = drafter.network.model, drafter.section
     state = model.state_dict()
@@ -102,28 +117,29 @@ def save_drafter(
         section,
         shared_with_target=tuple(sorted(shared)),
         fingerprint=fingerprint(shared) if shared else "",
+        draft_vocab_size=None if drafter.draft_ids is None else len(drafter.draft_ids),
+        bits=bits,
     )
     mask_embedding = drafter.network.mask_embedding.detach()
-    if TABLE in shared:
+    is_tied = model.config.tie_word_embeddings
+    left_out = set(shared)
+    if TABLE in shared or bits:
         state[_MASK_EMBEDDING] = mask_embedding
+        left_out |= {HEAD} if is_tied else set()
     else:
         # A copy: the table in memory may be shared with the target, which must not change.
         state[TABLE] = state[TABLE].detach().clone()
         state[TABLE][drafter.mask_token_id] = mask_embedding
-        if model.config.tie_word_embeddings:
+        if is_tied:
             state[HEAD] = state[TABLE]
-    left_out = set(shared)
-    if TABLE in shared and model.config.tie_word_embeddings:
-        left_out.add(HEAD)
     state = {name: tensor for name, tensor in state.items() if name not in left_out}
-    setattr(model.config, SECTION, {k: _plain(v) for k, v in asdict(section).items()})
-    model.save_pretrained(folder, state_dict=state)
+    if drafter.draft_ids is not None:
+        state[_DRAFT_IDS] = drafter.draft_ids
+    setattr(model.config, SECTION, asdict(section))
+    state = quantise(state) if bits else state
+    save_model(model, folder, state_dict=state, max_shard_size=f"{max_shard_mb}MB")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _complete(
@@ -133,11 +149,13 @@ def _complete(
     *,
     dtype: torch.dtype,
     device: str | torch.device,
-) -> tuple[PreTrainedModel, torch.Tensor]:
-    """The network with the target's tensors in their places, and the mask embedding."""
-    shared = take_shared(section.shared_with_target, section.fingerprint, target_source)
-    state = {**read_tensors(source), **shared}
+) -> tuple[PreTrainedModel, torch.Tensor, torch.Tensor | None]:
+    """The network with the target's tensors in their places, mask embedding and drafted ids."""
+    state = restore(read_tensors(source), dtype)
+    if section.shared_with_target:
+        state |= take_shared(section.shared_with_target, section.fingerprint, target_source)
     mask_embedding = state.pop(_MASK_EMBEDDING, None)
+    draft_ids = state.pop(_DRAFT_IDS, None)
     config = load_config(source)
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model, info = architecture.from_pretrained(
@@ -151,7 +169,8 @@ def _complete(
         raise ValueError(f"{source} is incomplete: {dict(info)}")
     if mask_embedding is None:
         mask_embedding = model.model.embed_tokens.weight[section.mask_token_id]
-    return model.to(device).eval(), mask_embedding.to(device=device, dtype=dtype)
+    mask_embedding = mask_embedding.to(device=device, dtype=dtype)
+    return model.to(device).eval(), mask_embedding, draft_ids
 
 
 def _derive(
@@ -164,6 +183,9 @@ def _derive(
 ) -> DrafterModel:
     model = load_causal_lm(source, dtype=dtype, device=device)
     check_family(model.config)
+    stored = getattr(model.config, SECTION, None) or {}
+    if stored.get("shared_with_target") or stored.get("bits"):
+        raise ValueError(f"{source} holds no whole checkpoint; leave drafter.num_layers out")
     _check_mask_row(model, section.mask_token_id)
     num_all: int = model.config.num_hidden_layers
     kept = evenly_spaced(num_all, num_all if num_layers is None else num_layers)

@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -23,6 +25,7 @@ from transformers.utils import cached_file
 
 from d3d_ray.models.cache import check_can_cut
 from d3d_ray.models.embedded import PREFIX, embedded_folder
+from d3d_ray.models.hub import must_use_cache
 from d3d_ray.models.target import Target
 
 
@@ -69,8 +72,10 @@ def load_target(
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a source as in :func:`load_target`."""
-    files = _find(source)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(files.name, **files.options)
+    with _files_of(source) as files:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            files.name, **files.options
+        )
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # What is made when there are no files.
         raise ValueError(f"{source!r} has no tokenizer: put its files, tokenizer.json, there")
     if files.gguf_file is not None:
@@ -80,8 +85,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 def load_config(source: str) -> PretrainedConfig:
     """The config of a source as in :func:`load_target`."""
-    files = _find(source)
-    config: PretrainedConfig = AutoConfig.from_pretrained(files.name, **files.options)
+    with _files_of(source) as files:
+        config: PretrainedConfig = AutoConfig.from_pretrained(files.name, **files.options)
     return config
 
 
@@ -93,24 +98,23 @@ def load_causal_lm(
     num_devices: int = 1,
 ) -> PreTrainedModel:
     """The causal LM of a source as in :func:`load_target`, in eval mode."""
-    files = _find(source)
-    options = files.options
-    if files.gguf_file is None:
-        # Refused before gigabytes are read. A GGUF's config takes as long to read as its weights.
-        config = AutoConfig.from_pretrained(files.name, **options)
-        check_can_cut(config)
-        options["config"] = config
-    else:
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    if num_devices > 1:
-        options["device_map"] = "auto"
-    elif torch.device(device).type != "cpu":
-        options["device_map"] = {"": torch.device(device)}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        files.name, dtype=dtype, **options
-    )
-    model.eval()
-    return model
+    with _files_of(source) as files:
+        options = files.options
+        if files.gguf_file is None:
+            # Refused before gigabytes are read. A GGUF's config takes as long as its weights.
+            config = AutoConfig.from_pretrained(files.name, **options)
+            check_can_cut(config)
+            options["config"] = config
+        else:
+            options["quantization_config"] = GgufConfig(dequantize=True)
+        if num_devices > 1:
+            options["device_map"] = "auto"
+        elif torch.device(device).type != "cpu":
+            options["device_map"] = {"": torch.device(device)}
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            files.name, dtype=dtype, **options
+        )
+    return model.eval()
 
 
 def read_tensors(source: str, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -118,17 +122,25 @@ def read_tensors(source: str, names: Collection[str] | None = None) -> dict[str,
 
     Names that the source does not have are left out.
     """
-    files = _find(source)
-    if files.gguf_file is not None:  # Its tensors have other names, and are quantised.
-        state = load_causal_lm(source, dtype=torch.bfloat16, device="cpu").state_dict()
-        return {name: state[name] for name in state if names is None or name in names}
     tensors = {}
-    for file in _list_weights(files):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                if names is None or name in names:
-                    tensors[name] = opened.get_tensor(name)
+    with _files_of(source) as files:
+        if files.gguf_file is not None:  # Its tensors have other names, and are quantised.
+            state = load_causal_lm(source, dtype=torch.bfloat16, device="cpu").state_dict()
+            return {name: state[name] for name in state if names is None or name in names}
+        for file in _list_weights(files):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():
+                    if names is None or name in names:
+                        tensors[name] = opened.get_tensor(name)
     return tensors
+
+
+def save_model(model: PreTrainedModel, folder: str | Path, **options: Any) -> None:
+    """``save_pretrained``, which imports DeepSpeed where that is installed."""
+    if not torch.cuda.is_available():
+        # Otherwise DeepSpeed says on stdout that it found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    model.save_pretrained(folder, **options)
 
 
 def stop_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -147,6 +159,23 @@ def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+@contextmanager
+def _files_of(source: str) -> Iterator[_Files]:
+    """To be read inside; a damaged one is an error that names it."""
+    files = _find(source)
+    try:
+        yield files
+    except (OSError, ValueError, SafetensorError) as error:
+        if source.startswith(PREFIX):
+            raise ValueError(
+                f"the copy of {source} in {files.name} is damaged; delete that folder, and it is "
+                f"made again: {error}"
+            ) from error
+        if isinstance(error, SafetensorError):
+            raise ValueError(f"the weights of {source!r} are damaged: {error}") from error
+        raise
+
+
 def _find(source: str) -> _Files:
     if source.startswith(PREFIX):
         folder = embedded_folder(source.removeprefix(PREFIX), _convert_gguf)
@@ -158,7 +187,7 @@ def _find(source: str) -> _Files:
         return _Files(str(path), None, is_local=True)
     if path.suffix == ".gguf" or source.startswith(("/", ".", "~")) or source.count(os.sep) > 1:
         raise ValueError(f"there is no model folder or .gguf file {source!r}; correct the path")
-    return _Files(source, None, is_local=False)
+    return _Files(source, None, is_local=must_use_cache(source))
 
 
 def _list_weights(files: _Files) -> list[str]:
@@ -185,7 +214,7 @@ def _list_weights(files: _Files) -> list[str]:
 def _convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as a Hugging Face folder: bf16 weights, tokenizer, chat template."""
     model = load_causal_lm(str(gguf), dtype=torch.bfloat16, device="cpu")
-    model.save_pretrained(folder)
+    save_model(model, folder)
     load_tokenizer(str(gguf)).save_pretrained(folder)
 
 

@@ -40,6 +40,9 @@ class DrafterNetwork(nn.Module):
         self.model = model
         self.mask_token_id = mask_token_id
         self.mask_embedding = nn.Parameter(mask_embedding.detach().clone())
+        self.trimmed_head: nn.Linear | None = None
+        self.draft_ids: torch.Tensor | None = None
+        """[drafted ids] int64, ascending: what the columns of the logits stand for; None = all."""
 
     @property
     def config(self) -> PretrainedConfig:
@@ -78,8 +81,21 @@ class DrafterNetwork(nn.Module):
         self,
         hidden: torch.Tensor,  # [..., hidden]
     ) -> torch.Tensor:  # [..., rows of the head]
-        logits: torch.Tensor = self.model.lm_head(hidden)
+        logits: torch.Tensor = (self.trimmed_head or self.model.lm_head)(hidden)
         return logits
+
+    def trim_head(
+        self,
+        draft_ids: torch.Tensor,  # [drafted ids] int64, ascending
+    ) -> None:
+        """Draft only these tokens. The head's rows are copied, and must stay as they are."""
+        head = self.model.lm_head
+        assert head.bias is None and int(draft_ids[-1]) < len(head.weight)
+        self.draft_ids = draft_ids
+        with torch.device("meta"):
+            self.trimmed_head = nn.Linear(head.in_features, len(draft_ids), bias=False)
+        rows = head.weight.detach()[draft_ids.to(head.weight.device)].clone()
+        self.trimmed_head.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def check_family(config: PretrainedConfig) -> None:

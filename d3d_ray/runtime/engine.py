@@ -177,19 +177,20 @@ class Engine:
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a Sampling, not {sampling!r:.80}")
         info = self._supervisor.verifier_info
-        tokens = encode(self.tokenizer, prompt)
-        check_tokens(tokens, sampling, info.vocab_size, info.max_positions)
+        tokens = encode(self.tokenizer, prompt, thinking=self.config.target.enable_thinking)
+        own_stops = frozenset() if sampling.ignore_eos else info.stop_ids
+        stop_ids = own_stops | frozenset(sampling.stop_token_ids)
+        check_tokens(tokens, sampling, stop_ids, info.vocab_size, info.max_positions)
         mode = Mode(mode or self.config.decode.mode)
         if mode is not Mode.AR and self._supervisor.drafter() is None:
             raise ValueError(f"mode {mode} needs a drafter: start with decode.mode={mode}")
         room = info.max_positions - len(tokens)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        own_stops = frozenset() if sampling.ignore_eos else info.stop_ids
         return Request(
             id=f"{self._prefix}-{next(self._ids)}",
             prompt=tokens,
             sampling=replace(sampling, seed=seed),
-            stop_ids=own_stops | frozenset(sampling.stop_token_ids),
+            stop_ids=stop_ids,
             max_tokens=min(room, sampling.max_tokens or room),
             mode=mode,
         )

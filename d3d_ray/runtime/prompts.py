@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from d3d_ray.models.chat import render_chat
 from d3d_ray.records import Sampling
 
 _KINDS = "a prompt is a text, a list of token ids, or a list of chat messages"
@@ -13,15 +13,21 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """Text, token ids, or chat messages (``role`` and ``content``) for the chat template."""
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids of a prompt. Raises ``ValueError`` when it is neither of the three kinds."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, thinking: bool | None = None
+) -> tuple[int, ...]:
+    """Token ids of a prompt; ``thinking`` as in :func:`d3d_ray.models.chat.render_chat`.
+
+    Raises ``ValueError`` when it is neither of the three kinds.
+    """
     if isinstance(prompt, str):
         return tuple(tokenizer.encode(_checked(prompt)))
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise ValueError(f"{_KINDS}, not {type(prompt).__name__}")
     messages = [part for part in prompt if isinstance(part, dict)]
     if messages and len(messages) == len(prompt):
-        text = _apply_template(tokenizer, messages)
+        _check_messages(messages)
+        text = render_chat(tokenizer, messages, thinking=thinking)
         return tuple(tokenizer.encode(_checked(text), add_special_tokens=False))
     ids = [part for part in prompt if isinstance(part, int) and not isinstance(part, bool)]
     if len(ids) != len(prompt):
@@ -29,16 +35,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...
     return tuple(ids)
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+def _check_messages(messages: Sequence[dict[str, str]]) -> None:
     for message in messages:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"a chat message needs role and content, both texts: {message!r:.80}")
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-    assert isinstance(text, str)
-    return text
 
 
 def _checked(text: str) -> str:
@@ -51,14 +51,26 @@ def _checked(text: str) -> str:
 
 
 def check_tokens(
-    tokens: Sequence[int], sampling: Sampling, vocab_size: int, max_positions: int
+    tokens: Sequence[int],
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    vocab_size: int,
+    max_positions: int,
 ) -> None:
-    """Raise ``ValueError`` for a prompt or a stop token that the target cannot take."""
+    """Raise ``ValueError`` for a prompt or stop tokens that the target cannot take.
+
+    ``stop_ids`` are all that stop this request, the model's own included.
+    """
     if not tokens:
         raise ValueError("the prompt is empty: give at least one token")
     for token in (*tokens, *sampling.stop_token_ids):
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary [0, {vocab_size})")
+    if sampling.min_tokens and stop_ids.issuperset(range(vocab_size)):
+        raise ValueError(
+            "every token of the vocabulary stops the answer, and min_tokens is "
+            f"{sampling.min_tokens}: set it to 0, or give fewer stop_token_ids"
+        )
     if len(tokens) >= max_positions:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens and the context limit is {max_positions}, "

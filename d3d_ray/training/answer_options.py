@@ -5,13 +5,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from d3d_ray.command_line import Parser
 from d3d_ray.config import Dtype, TargetConfig, load_config
 from d3d_ray.records import Sampling
 from d3d_ray.training.questions import Task, read_tasks, read_templates
 
-_THINKING = {"on": True, "off": False, "default": None}
+_THINKING = {"on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
             num_top=args.top_log_probs,
         ),
         tasks=tuple(read_tasks(args.prompts, templates)[: args.limit]),
-        thinking=_THINKING[args.thinking],
+        thinking=_THINKING.get(args.thinking, target.enable_thinking),
         out=args.out,
         batch_size=args.batch_size,
         num_workers=args.workers,
@@ -119,13 +120,8 @@ def _find_target(
     return target if dtype is None else replace(target, dtype=dtype), 1
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _make_parser() -> Parser:
+    parser = Parser(
         description="Let the target answer prompts, as rows to train a drafter on.",
         epilog="The same command goes on after an interruption; no row is answered twice.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -151,7 +147,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=own.top_p, help="draw from this mass; 1 = off")
     add("--seed", type=int, default=own.seed, help="of the draws")
     add("--top-log-probs", type=int, default=own.num_top, metavar="K", help="soft targets kept")
-    add("--thinking", choices=list(_THINKING), default="default", help="of the chat template")
+    thinking = [*_THINKING, "default"]
+    add("--thinking", choices=thinking, default="default", help="default: as the preset says")
     add("--batch-size", type=int, default=32, help="prompts that run together: one shard")
     add("--workers", type=int, default=1, help="copies of the target; more than 1 run on Ray")
     add("--limit", type=int, metavar="N", help="only the first N prompts; None = all")

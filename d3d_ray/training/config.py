@@ -52,6 +52,8 @@ class ObjectiveConfig:
     """Weight of the next-token loss on the clean tokens of answers."""
     soft_weight: float = 0.0
     """Share of the loss that is against the target's top probabilities, not its token."""
+    draft_vocab_size: int | None = None
+    """Draft only this many tokens, those that answers use most; null = all, or as the drafter."""
     train_embeddings: bool = False
     """Otherwise frozen; of a drafter made from the target they are not stored again."""
     train_head: bool = False
@@ -61,7 +63,7 @@ class ObjectiveConfig:
         check(
             self,
             "objective.",
-            at_least={"ar_weight": 0, "soft_weight": 0},
+            at_least={"ar_weight": 0, "soft_weight": 0, "draft_vocab_size": 8},
             above={"gamma": 0},
             at_most={"soft_weight": 1},
         )

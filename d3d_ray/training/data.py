@@ -172,6 +172,16 @@ def read_heldout(config: DataConfig, mask_token_id: int, num_documents: int) -> 
     return documents
 
 
+def count_answer_tokens(config: DataConfig, mask_token_id: int) -> Counter[int]:
+    """How often each token stands in the answers to train on; equal counts by the lower id."""
+    counts: Counter[int] = Counter()
+    for file in find_files(config.files):
+        for record in _read(file, mask_token_id, with_soft_targets=False):
+            if not is_heldout(record.id, config.heldout_share):
+                counts.update(record.answer)
+    return Counter(dict(sorted(counts.items())))
+
+
 def is_heldout(id_: str, share: float) -> bool:
     digest = hashlib.sha256(id_.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64

@@ -162,8 +162,11 @@ def judge(drafter: DrafterModel, row: TrainingRow) -> torch.Tensor:  # [rows] bo
     with torch.inference_mode():
         hidden = run(drafter.network, row.to(drafter.device))
         logits = drafter.network.head(hidden[at.to(drafter.device)])[:, : drafter.vocab_size]
-        logits[:, drafter.mask_token_id : drafter.mask_token_id + 1] = -torch.inf
-        tokens = logits.argmax(dim=-1).cpu()
+        if drafter.draft_ids is None:
+            logits[:, drafter.mask_token_id : drafter.mask_token_id + 1] = -torch.inf
+            tokens = logits.argmax(dim=-1).cpu()
+        else:
+            tokens = drafter.draft_ids[logits.argmax(dim=-1).cpu()]
     is_right = torch.zeros(len(row.labels), dtype=torch.bool)
     is_right[at] = tokens == row.labels[at]
     return is_right

@@ -62,5 +62,6 @@ def row_losses(
     if soft_weight == 0.0:
         return hard
     assert top_ids is not None and top_log_probs is not None
-    soft = -(top_log_probs.softmax(dim=-1) * log_probs.gather(-1, top_ids)).sum(dim=-1)
+    law = top_log_probs.softmax(dim=-1).nan_to_num(0.0)  # None of them can be drafted.
+    soft = -(law * log_probs.gather(-1, top_ids)).sum(dim=-1)
     return (1.0 - soft_weight) * hard + soft_weight * soft

@@ -88,27 +88,12 @@ def read_templates(file: Path) -> dict[str, str]:
 def render(
     tasks: Iterable[Task], tokenizer: "PreTrainedTokenizerBase", *, thinking: bool | None = None
 ) -> Iterator[Question]:
-    """Put each task into the chat template; ``thinking`` is its ``enable_thinking`` when given.
+    """Put each task into the chat template, as :func:`d3d_ray.models.chat.render_chat`."""
+    from d3d_ray.models.chat import render_chat  # Loads transformers, which takes seconds.
 
-    Raises ``ValueError`` for a tokenizer without a chat template, or without a thinking mode when
-    one is asked for.
-    """
-    template = tokenizer.chat_template
-    if not template:
-        raise ValueError("the target's tokenizer has no chat template: use an instruction model")
-    if thinking is not None and "enable_thinking" not in str(template):
-        raise ValueError(
-            "the target's chat template has no thinking mode to switch: use --thinking default"
-        )
-    options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
     for task in tasks:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": task.text}],
-            tokenize=False,
-            add_generation_prompt=True,
-            **options,
-        )
-        assert isinstance(text, str)
+        messages = [{"role": "user", "content": task.text}]
+        text = render_chat(tokenizer, messages, thinking=thinking)
         ids = tokenizer.encode(text, add_special_tokens=False)
         yield Question(id=task.id, dataset=task.dataset, prompt_ids=tuple(ids))
 

@@ -8,6 +8,7 @@ from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.drafter_folder import load_drafter
 from d3d_ray.models.network import DrafterNetwork
 from d3d_ray.training.config import ObjectiveConfig, TrainingConfig
+from d3d_ray.training.data import count_answer_tokens
 from d3d_ray.training.objective import default_gamma
 from d3d_ray.training.step import DrafterLoss, Weights
 
@@ -25,7 +26,27 @@ def load_drafter_for(config: TrainingConfig) -> DrafterModel:
         device="cpu",
     )
     freeze(drafter.network, config.objective)
+    if config.objective.draft_vocab_size is not None:
+        _trim(drafter, config)
     return drafter
+
+
+def _trim(drafter: DrafterModel, config: TrainingConfig) -> None:
+    objective = config.objective
+    assert objective.draft_vocab_size is not None
+    if objective.train_head:
+        raise ValueError(
+            "objective.draft_vocab_size copies rows of the head, which must then stay as they "
+            "are: set objective.train_head=false"
+        )
+    if drafter.draft_ids is not None:
+        raise ValueError(
+            f"{config.drafter.source} drafts {len(drafter.draft_ids)} tokens already; leave "
+            "objective.draft_vocab_size out"
+        )
+    counts = count_answer_tokens(config.data, drafter.mask_token_id)
+    kept = [id_ for id_, _ in counts.most_common(objective.draft_vocab_size)]
+    drafter.network.trim_head(torch.tensor(sorted(kept)))
 
 
 def freeze(network: DrafterNetwork, objective: ObjectiveConfig) -> None:

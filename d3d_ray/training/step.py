@@ -51,8 +51,9 @@ class DrafterLoss(nn.Module):
     def forward(self, row: TrainingRow) -> tuple[torch.Tensor, ...]:
         """Total, denoising and autoregressive loss, and the loss of each draft, as ``Losses``."""
         hidden = run(self.network, row, is_flex=self._is_flex)
-        at = (row.labels != IGNORED).nonzero()[:, 0]
-        losses = self._losses(hidden[at], row, at)
+        labels = self._columns(row.labels)
+        at = (labels != IGNORED).nonzero()[:, 0]
+        losses = self._losses(hidden[at], row, at, labels)
         weights = self._weights
         parts = combine(
             losses,
@@ -63,11 +64,21 @@ class DrafterLoss(nn.Module):
         )
         return parts.total, parts.denoising, parts.autoregressive, parts.by_draft
 
+    def _columns(self, ids: torch.Tensor) -> torch.Tensor:  # any shape, int64
+        """Where token ids stand in the logits; IGNORED for those that cannot be drafted."""
+        drafted = self.network.draft_ids
+        if drafted is None:
+            return ids
+        drafted = drafted.to(ids.device)
+        columns = torch.searchsorted(drafted, ids).clamp(max=len(drafted) - 1)
+        return columns.where(drafted[columns] == ids, IGNORED)
+
     def _losses(
         self,
         hidden: torch.Tensor,  # [n, hidden]
         row: TrainingRow,
         at: torch.Tensor,  # [n] int64, rows that have a label
+        labels: torch.Tensor,  # [rows] int64, columns of the logits
     ) -> torch.Tensor:  # [n] fp32
         soft_weight = self._weights.soft_weight
         top_ids = top_log_probs = None
@@ -75,11 +86,15 @@ class DrafterLoss(nn.Module):
             assert row.top_ids is not None and row.top_log_probs is not None
             columns = row.label_column[at]
             top_ids, top_log_probs = row.top_ids[columns], row.top_log_probs[columns]
+            if self.network.draft_ids is not None:
+                top_ids = self._columns(top_ids)
+                top_log_probs = top_log_probs.masked_fill(top_ids == IGNORED, -torch.inf)
+                top_ids = top_ids.clamp(min=0)
 
         def chunk_losses(chunk: torch.Tensor, rows: slice) -> torch.Tensor:
             return row_losses(
                 self.network.head(chunk),
-                row.labels[at][rows],
+                labels[at][rows],
                 soft_weight=soft_weight,
                 top_ids=None if top_ids is None else top_ids[rows],
                 top_log_probs=None if top_log_probs is None else top_log_probs[rows],
