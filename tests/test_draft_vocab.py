@@ -128,8 +128,11 @@ def test_the_trainer_keeps_the_tokens_that_answers_use_most(
     drafter = load_drafter(folder, target_source=str(target_folder), **CPU)
     assert drafter.draft_ids is not None and len(drafter.draft_ids) == 50
     again = replace(config, drafter=replace(config.drafter, source=folder, block_size=None))
+    kept = load_drafter_for(again).draft_ids
+    assert kept is not None and torch.equal(kept, drafter.draft_ids)
+    fewer = replace(again, objective=replace(again.objective, draft_vocab_size=40))
     with pytest.raises(ValueError, match="drafts 50 tokens already"):
-        load_drafter_for(again)
+        load_drafter_for(fewer)
     with pytest.raises(ValueError, match="train_head=false"):
         load_drafter_for(
             replace(

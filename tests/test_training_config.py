@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from d3d_ray.bench.shapes import known_shape
 from d3d_ray.config import to_dict, to_yaml
-from d3d_ray.models.drafter import DrafterSection
 from d3d_ray.models.network import DrafterNetwork
+from d3d_ray.models.section import DrafterSection
 from d3d_ray.settings import build, list_settings
 from d3d_ray.training.config import (
     TrainingConfig,

@@ -13,8 +13,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from d3d_ray.models.drafter import DrafterModel, DrafterSection
+from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.network import DrafterNetwork
+from d3d_ray.models.section import DrafterSection
 from d3d_ray.models.target import Target
 
 FAMILIES = ("llama", "qwen2", "qwen3")

@@ -25,8 +25,9 @@ from d3d_ray.bench.shapes import (
     count_weight_bytes,
     known_shape,
 )
-from d3d_ray.models.drafter import DrafterModel, DrafterSection
+from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.network import DrafterNetwork
+from d3d_ray.models.section import DrafterSection
 from d3d_ray.models.target import Target
 from d3d_ray.runtime.placement import available_memory
 

@@ -13,11 +13,12 @@ from d3d_ray.bench.probe import Device
 from d3d_ray.bench.shapes import count_kv_bytes, count_weight_bytes, known_shape, with_layers
 from d3d_ray.config import EngineConfig
 from d3d_ray.models.cache import check_can_cut
-from d3d_ray.models.drafter_folder import SECTION, load_drafter_tokenizer
+from d3d_ray.models.drafter_folder import load_drafter_tokenizer
 from d3d_ray.models.embedded import PREFIX
 from d3d_ray.models.loading import load_config, load_tokenizer, stop_ids
 from d3d_ray.models.network import check_family
 from d3d_ray.models.pairing import check_mask_token, check_vocabularies
+from d3d_ray.models.section import SECTION
 
 _KV_SHARE = 0.8
 """Of the memory beside the weights; the rest is for activations."""

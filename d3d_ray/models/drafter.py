@@ -7,6 +7,7 @@ import torch
 
 from d3d_ray.models.cache import SlotCache
 from d3d_ray.models.network import DrafterNetwork
+from d3d_ray.models.section import DrafterSection
 from d3d_ray.models.target import check_token_ids
 from d3d_ray.packing import PackedPass
 
@@ -14,40 +15,6 @@ MAX_GLUE = 256
 """More missing tokens than this are run ahead of the packed pass, whose mask is quadratic."""
 
 _CHUNK = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterSection:
-    """What makes a checkpoint a drafter: the section ``d3d`` of the folder's ``config.json``."""
-
-    block_size: int
-    """Anchor and drafts together."""
-    mask_token_id: int
-    label_shift: bool
-    """A row at position p predicts p + 1; without the shift a mask at p predicts p."""
-    source_layers: tuple[int, ...]
-    """Which layers of the original checkpoint are left."""
-    is_trained: bool
-    shared_with_target: tuple[str, ...] = ()
-    """Tensors that the folder leaves out, since they are the target's."""
-    fingerprint: str = ""
-    """Of those tensors, as the target's checkpoint has them."""
-    draft_vocab_size: int | None = None
-    """How many tokens can be drafted; None = all."""
-    bits: int | None = None
-    """Of the stored weight matrices, 8; None = they are stored as they are."""
-
-    def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise ValueError(
-                f"drafter.block_size is {self.block_size}; it counts the anchor, so give 2 or more"
-            )
-        if self.mask_token_id < 0:
-            raise ValueError(
-                f"drafter.mask_token_id is {self.mask_token_id}; give a reserved token's id"
-            )
-        if self.bits not in (None, 8):
-            raise ValueError(f"weights are stored in 8 bits or as they are, not in {self.bits}")
 
 
 @dataclass(slots=True)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from d3d_ray.models.drafter import DrafterModel, DrafterSection
+from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.loading import (
     count_token_ids,
     load_causal_lm,
@@ -22,10 +21,9 @@ from d3d_ray.models.loading import (
     save_model,
 )
 from d3d_ray.models.network import DrafterNetwork, check_family, evenly_spaced, select_layers
+from d3d_ray.models.section import SECTION, DrafterSection, read_section, required
 from d3d_ray.models.sharing import HEAD, TABLE, find_shared, fingerprint, take_shared
 from d3d_ray.models.storage import quantise, restore
-
-SECTION = "d3d"
 
 _MASK_EMBEDDING = "mask_embedding"
 _DRAFT_IDS = "draft_ids"
@@ -54,14 +52,14 @@ def load_drafter(
     """
     if source is None or num_layers is not None:
         section = DrafterSection(
-            block_size=_required("block_size", block_size),
-            mask_token_id=_required("mask_token_id", mask_token_id),
+            block_size=required("block_size", block_size),
+            mask_token_id=required("mask_token_id", mask_token_id),
             label_shift=True if label_shift is None else label_shift,
             source_layers=(),
             is_trained=False,
         )
         return _derive(source or target_source, section, num_layers, dtype=dtype, device=device)
-    section = _section(load_config(source), source, block_size, mask_token_id, label_shift)
+    section = read_section(load_config(source), source, block_size, mask_token_id, label_shift)
     draft_ids = None
     if section.shared_with_target or section.bits or section.draft_vocab_size:
         model, row, draft_ids = _complete(
@@ -108,31 +106,20 @@ def save_drafter(
     the loaded drafter gives the same tensors. The mask embedding is again a tensor of its own.
     Files are split at ``max_shard_mb``, between tensors.
     """
-    model, section = drafter.network.model, drafter.section
+    model = drafter.network.model
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         state[HEAD] = state[TABLE]
     shared = {} if target_source is None else find_shared(state, target_source)
     section = replace(
-        section,
+        drafter.section,
         shared_with_target=tuple(sorted(shared)),
         fingerprint=fingerprint(shared) if shared else "",
         draft_vocab_size=None if drafter.draft_ids is None else len(drafter.draft_ids),
         bits=bits,
     )
-    mask_embedding = drafter.network.mask_embedding.detach()
-    is_tied = model.config.tie_word_embeddings
-    left_out = set(shared)
-    if TABLE in shared or bits:
-        state[_MASK_EMBEDDING] = mask_embedding
-        left_out |= {HEAD} if is_tied else set()
-    else:
-        # A copy: the table in memory may be shared with the target, which must not change.
-        state[TABLE] = state[TABLE].detach().clone()
-        state[TABLE][drafter.mask_token_id] = mask_embedding
-        if is_tied:
-            state[HEAD] = state[TABLE]
-    state = {name: tensor for name, tensor in state.items() if name not in left_out}
+    _place_mask_embedding(state, drafter, is_apart=TABLE in shared or bits is not None)
+    state = {name: tensor for name, tensor in state.items() if name not in shared}
     if drafter.draft_ids is not None:
         state[_DRAFT_IDS] = drafter.draft_ids
     setattr(model.config, SECTION, asdict(section))
@@ -140,6 +127,23 @@ def save_drafter(
     save_model(model, folder, state_dict=state, max_shard_size=f"{max_shard_mb}MB")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _place_mask_embedding(
+    state: dict[str, torch.Tensor], drafter: DrafterModel, *, is_apart: bool
+) -> None:
+    """As a tensor of its own, or in the table's row; a tied head goes with the table."""
+    mask_embedding = drafter.network.mask_embedding.detach()
+    if is_apart:
+        state[_MASK_EMBEDDING] = mask_embedding
+    else:
+        # A copy: the table in memory may be shared with the target, which must not change.
+        state[TABLE] = state[TABLE].detach().clone()
+        state[TABLE][drafter.mask_token_id] = mask_embedding
+    if drafter.network.config.tie_word_embeddings:
+        del state[HEAD]
+        if not is_apart:
+            state[HEAD] = state[TABLE]
 
 
 def _complete(
@@ -206,47 +210,6 @@ def _build(
         model, mask_token_id=section.mask_token_id, mask_embedding=mask_embedding
     )
     return DrafterModel(network, section, vocab_size=count_token_ids(tokenizer))
-
-
-def _section(
-    config: PretrainedConfig,
-    source: str,
-    block_size: int | None,
-    mask_token_id: int | None,
-    label_shift: bool | None,
-) -> DrafterSection:
-    check_family(config)
-    stored = getattr(config, SECTION, None)
-    if stored is None:
-        return DrafterSection(
-            block_size=_required("block_size", block_size, source),
-            mask_token_id=_required("mask_token_id", mask_token_id, source),
-            label_shift=bool(label_shift),
-            source_layers=tuple(range(config.num_hidden_layers)),
-            is_trained=True,
-        )
-    try:
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in stored.items()
-        }
-        section = DrafterSection(**values)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"the section {SECTION!r} of {source}/config.json: {error}") from error
-    for name, given in (("mask_token_id", mask_token_id), ("label_shift", label_shift)):
-        if given is not None and given != getattr(section, name):
-            raise ValueError(
-                f"drafter.{name} is {given}, but {source} was trained with "
-                f"{getattr(section, name)}; leave the option out"
-            )
-    return section if block_size is None else replace(section, block_size=block_size)
-
-
-def _required(name: str, value: int | None, source: str | None = None) -> int:
-    if value is None:
-        what = "a drafter made from other weights" if source is None else repr(source)
-        raise ValueError(f"{what} does not say its {name}; give drafter.{name}")
-    return value
 
 
 def _check_mask_row(model: PreTrainedModel, mask_token_id: int) -> None:

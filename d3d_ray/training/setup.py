@@ -39,6 +39,8 @@ def _trim(drafter: DrafterModel, config: TrainingConfig) -> None:
             "objective.draft_vocab_size copies rows of the head, which must then stay as they "
             "are: set objective.train_head=false"
         )
+    if drafter.draft_ids is not None and len(drafter.draft_ids) == objective.draft_vocab_size:
+        return
     if drafter.draft_ids is not None:
         raise ValueError(
             f"{config.drafter.source} drafts {len(drafter.draft_ids)} tokens already; leave "

@@ -1,0 +1,1 @@
+"""Progressive pruning: rank the layers, remove the least harmful, heal, and again."""
