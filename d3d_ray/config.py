@@ -41,7 +41,7 @@ class TargetConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
     source: str | None = None
-    """Folder or hub name; null = made from the target's own weights, untrained."""
+    """Folder, hub name or `embedded:<name>`; null = made from the target's weights, untrained."""
     num_layers: int | None = None
     """Layers of a drafter made from other weights, picked evenly; null = all of them."""
     block_size: int | None = None

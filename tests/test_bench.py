@@ -1,7 +1,8 @@
 """The benchmark without Ray: prompts, identity, near-ties, tables, JSON, traces and timelines."""
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +94,9 @@ class FakeEngine:
         self._answer = answer
         config = make_config()
         self.config = replace(config, target=replace(config.target, dtype=dtype))
-        self.supervisor = SimpleNamespace(drafter_info=SimpleNamespace(is_trained=False))
+        self.supervisor = SimpleNamespace(
+            drafter_info=SimpleNamespace(is_trained=False), verifier_info=None
+        )
         self.calls: list[tuple[str, Mode, Sampling]] = []
 
     def generate(self, prompts: Any, sampling: Sampling, *, mode: Mode) -> list[Any]:
@@ -282,6 +285,31 @@ def test_the_modes_take_turns_and_the_warm_up_is_not_counted() -> None:
     assert result.to_json()["identical"] is True
 
 
+def test_speed_ups_are_over_plain_decoding_with_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(lambda text, mode: (1, 2, 3), "float32")
+    held: list[int] = []
+
+    @contextlib.contextmanager
+    def all_cores(engine: FakeEngine) -> Iterator[None]:
+        held.append(len(engine.calls))
+        yield
+        assert len(engine.calls) == held[-1] + 1
+
+    monkeypatch.setattr(compare_module, "_count_cores", lambda engine: (1, 1))
+    monkeypatch.setattr(compare_module, "_all_cores", all_cores)
+    result = compare(engine, TWO_PROMPTS, Sampling())  # type: ignore[arg-type]
+    assert len(held) == 2 and len(result.all_cores) == 2 * 4
+    times = ("verify_start_ns", "verify_end_ns")
+    faster = [replace(r, **{t: getattr(r, t) // 2 for t in times}) for r in result.all_cores]
+    result = replace(result, all_cores=faster)
+    plain = result.summaries[Mode.AR].tokens_per_second
+    assert result.plain.tokens_per_second > plain
+    speed_up = result.speed_up(Mode.AR)
+    assert speed_up == plain / result.plain.tokens_per_second
+    rows = {line.split("  ")[0]: line for line in result.table().splitlines()}
+    assert "1.00x" in rows["ar, all cores"] and f"{speed_up:.2f}x" in rows["ar"]
+
+
 def test_one_wrong_token_in_float32_is_a_violation() -> None:
     def answer(text: str, mode: Mode) -> Sequence[int]:
         return (1, 2, 9) if (text, mode) == ("two", Mode.ASYNC) else (1, 2, 3)
@@ -325,7 +353,14 @@ def test_the_json_holds_every_figure_under_its_name() -> None:
     data = json.loads(json.dumps(make_comparison().to_json()))
     assert set(data) == {
         *("label", "preset", "dtype", "drafter_trained", "simulated", "identical"),
-        *("num_prompts", "num_identical", "num_near_ties", "num_violations", "differences"),
+        *(
+            "num_prompts",
+            "num_identical",
+            "num_near_ties",
+            "num_violations",
+            "plain_with_all_cores",
+            "differences",
+        ),
         *("modes", "sampling", "settings", "versions", "machine", "date", "commit", "command"),
     }
     assert set(data["modes"]) == {"ar", "async"}
@@ -349,7 +384,7 @@ def test_the_table_has_a_row_a_mode_and_a_speed_up() -> None:
     assert plain.split()[:4] == ["ar", "100.0", "1.00x", "1.00"]
     assert drafted.split()[:4] == ["async", "200.0", "2.00x", "2.00"]
     assert "remark" not in head
-    assert [plain.split().count("–"), drafted.split().count("–")] == [2, 0]
+    assert [plain.split().count("–"), drafted.split().count("–")] == [3, 0]
     assert verdict == "identical: 1 of 1 prompts, token for token"
 
 

@@ -119,6 +119,10 @@ def test_twenty_steps_are_ten_and_ten_more_after_a_resume(
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-6, rtol=0)
     assert len(list((tmp_path / "parts" / "checkpoints").iterdir())) == 2
+    shutil.rmtree(tmp_path / "parts" / "drafter")  # Killed behind its last checkpoint.
+    train(config, resume=True)
+    again = load_file(tmp_path / "parts" / "drafter" / "model.safetensors")
+    assert all(torch.equal(again[name], weights[1][name]) for name in again)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,7 +1,8 @@
 """Run the modes on the same prompts through one engine, and compare what they say."""
 
+import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import ray
@@ -30,6 +31,9 @@ def compare(
 ) -> Comparison:
     """Ask prompt by prompt in every mode, so that a drifting machine hurts all modes alike.
 
+    On a CPU plain decoding is run once more with the drafter's cores as well: who has no drafter
+    would give it those, so speed-ups are over that.
+
     One request at a time; a short first prompt in every mode is not counted. Raises as
     ``Engine.generate`` does.
     """
@@ -38,13 +42,21 @@ def compare(
     sampling = replace(sampling, seed=seed)
     warm_up = replace(sampling, max_tokens=_WARM_UP_TOKENS, min_tokens=0)
     rounds: dict[Mode, list[Round]] = {mode: [] for mode in modes}
-    differences = []
-    with tqdm(total=len(prompts) * len(modes), unit="answer", leave=False) as progress:
+    differences, all_cores = [], list[Round]()
+    has_idle_cores = Mode.AR in modes and len(modes) > 1 and _count_cores(engine) is not None
+    total = len(prompts) * (len(modes) + has_idle_cores)
+    with tqdm(total=total, unit="answer", leave=False) as progress:
         for mode in modes:
             progress.set_description(f"warming up {mode}")
             engine.generate([prompts[0].messages], warm_up, mode=mode)
         for prompt in prompts:
             answers: dict[Mode, Answer] = {}
+            if has_idle_cores:
+                progress.set_description(f"{prompt.id}, ar with all cores")
+                with _all_cores(engine):
+                    (plain,) = engine.generate([prompt.messages], sampling, mode=Mode.AR)
+                all_cores.extend(plain.rounds)
+                progress.update()
             for mode in modes:
                 progress.set_description(f"{prompt.id}, {mode}")
                 (answers[mode],) = engine.generate([prompt.messages], sampling, mode=mode)
@@ -53,7 +65,31 @@ def compare(
                     on_answer(prompt, mode, answers[mode])
                 progress.update()
             differences += _compare_answers(engine, prompt, sampling, answers)
-    return make_comparison(engine, sampling, len(prompts), rounds, differences)
+    result = make_comparison(engine, sampling, len(prompts), rounds, differences)
+    return replace(result, all_cores=all_cores)
+
+
+def _count_cores(engine: Engine) -> tuple[int, int] | None:
+    """Torch threads of verifier and drafter; None on GPUs."""
+    verifier, drafter = engine.supervisor.verifier_info, engine.supervisor.drafter_info
+    if verifier is None or drafter is None or verifier.device != "cpu":
+        return None
+    return verifier.num_threads, drafter.num_threads
+
+
+@contextlib.contextmanager
+def _all_cores(engine: Engine) -> Iterator[None]:
+    """The target decodes with the drafter's cores as well, which is idle meanwhile."""
+    cores = _count_cores(engine)
+    assert cores is not None
+    for_target, for_drafter = cores
+    timeout = engine.config.runtime.call_timeout_s
+    verifier = engine.supervisor.verifier()
+    ray.get(verifier.use_threads.remote(for_target + for_drafter), timeout=timeout)
+    try:
+        yield
+    finally:
+        ray.get(verifier.use_threads.remote(for_target), timeout=timeout)
 
 
 def make_comparison(

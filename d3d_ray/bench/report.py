@@ -23,6 +23,8 @@ class Comparison:
     num_prompts: int
     rounds: Mapping[Mode, Sequence[Round]]
     """Each mode's rounds, prompt after prompt."""
+    all_cores: Sequence[Round] = ()
+    """Of plain decoding with the drafter's cores as well, where both are on a CPU."""
     differences: Sequence[Difference] = ()
     """Answers that are not those of plain decoding, token for token."""
 
@@ -48,6 +50,11 @@ class Comparison:
     def summaries(self) -> dict[Mode, Summary]:
         return {mode: summarise(rounds) for mode, rounds in self.rounds.items()}
 
+    @cached_property
+    def plain(self) -> Summary:
+        """What speed-ups are over."""
+        return summarise(self.all_cores) if self.all_cores else self.summaries[Mode.AR]
+
     def label(self, mode: Mode | None = None) -> str:
         """What must be said with every figure of a mode (None: of all); often nothing."""
         if mode is Mode.AR or self.is_drafter_trained is None:
@@ -58,12 +65,18 @@ class Comparison:
         return ", ".join(parts)
 
     def speed_up(self, mode: Mode) -> float | None:
-        """Over plain decoding; None for simulated drafts and for answers that are wrong."""
+        """Over plain decoding, with all cores where that was run.
+
+        None for simulated drafts and for answers that are wrong.
+        """
         is_honest = self.config.decode.simulate_acceptance is None and not self.num_violations
         if not is_honest or not self.is_compared:
             return None
-        plain = self.summaries[Mode.AR].tokens_per_second
-        return self.summaries[mode].tokens_per_second / plain if plain else None
+        return self._over_plain(self.summaries[mode])
+
+    def _over_plain(self, summary: Summary) -> float | None:
+        plain = self.plain.tokens_per_second
+        return summary.tokens_per_second / plain if plain else None
 
     def to_json(self) -> dict[str, Any]:
         """Everything that is known, as plain values."""
@@ -79,6 +92,7 @@ class Comparison:
             "num_near_ties": self.num_near_ties,
             "num_violations": self.num_violations,
             "differences": [asdict(difference) for difference in self.differences],
+            "plain_with_all_cores": asdict(self.plain) if self.all_cores else None,
             "modes": {
                 str(mode): {
                     "label": self.label(mode),
@@ -97,7 +111,10 @@ class Comparison:
         config = self.config
         facts = [config.name, f"target {config.target.dtype}", f"prompts {self.num_prompts}"]
         lines = [", ".join([*facts, *filter(None, [self.label()])])]
-        lines += _align([_HEAD, *(self._row(mode) for mode in self.rounds)])
+        rows = [self._row(mode, summary) for mode, summary in self.summaries.items()]
+        if self.all_cores:
+            rows.insert(0, self._row(Mode.AR, self.plain, name=_ALL_CORES))
+        lines += _align([_HEAD, *rows])
         lines += self._verdict() if self.is_compared else []
         return "\n".join(lines)
 
@@ -110,15 +127,16 @@ class Comparison:
             f"acceptance length {summary.acceptance_length:.2f}" + (f" ({label})" if label else "")
         )
 
-    def _row(self, mode: Mode) -> list[str]:
-        summary, speed_up = self.summaries[mode], self.speed_up(mode)
+    def _row(self, mode: Mode, summary: Summary, *, name: str | None = None) -> list[str]:
+        speed_up = None if self.speed_up(mode) is None else self._over_plain(summary)
         has_drafts = mode is not Mode.AR
         return [
-            str(mode),
+            str(mode) if name is None else name,
             f"{summary.tokens_per_second:.1f}",
             "" if speed_up is None else f"{speed_up:.2f}x",
             f"{summary.acceptance_length:.2f}",
-            *(f"{summary.outcomes.get(kind, 0.0):.0%}" for kind in ("hit", "soft", "none")),
+            *(f"{summary.outcomes.get(kind, 0.0):.0%}" for kind in _KINDS),
+            f"{summary.passes_per_round:.1f}" if has_drafts else "–",
             f"{summary.verify_ms:.1f}",
             *(f"{t:.1f}" if has_drafts else "–" for t in (summary.draft_ms, summary.hop_ms)),
             f"{summary.bubble_ms:.1f}",
@@ -136,9 +154,11 @@ class Comparison:
         ]
 
 
+_ALL_CORES = "ar, all cores"
 _REMARK = "remark"
+_KINDS = ("hit", "soft", "jit", "none")
 _HEAD = [
-    "mode", "tokens/s", "speed-up", "acceptance length", "hit", "soft", "none",
+    "mode", "tokens/s", "speed-up", "acceptance length", *_KINDS, "passes",
     "T_verify ms", "T_draft ms", "T_hop ms", "bubble ms", "efficiency", _REMARK,
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from d3d_ray.models.drafter import DrafterModel
+from d3d_ray.models.embedded import shipped_folder
 from d3d_ray.models.loading import (
     count_token_ids,
     load_causal_lm,
@@ -80,7 +81,7 @@ def load_drafter_tokenizer(source: str | None, *, target_source: str) -> PreTrai
     """The tokenizer in the drafter's folder, or the target's where the folder has none."""
     if source is None:
         return load_tokenizer(target_source)
-    folder = Path(source).expanduser()
+    folder = shipped_folder(source) or Path(source).expanduser()
     has_none = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
     return load_tokenizer(target_source if has_none else source)
 

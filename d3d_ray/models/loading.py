@@ -24,7 +24,7 @@ from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.utils import cached_file
 
 from d3d_ray.models.cache import check_can_cut
-from d3d_ray.models.embedded import PREFIX, embedded_folder
+from d3d_ray.models.embedded import PREFIX, embedded_folder, shipped_folder
 from d3d_ray.models.hub import must_use_cache
 from d3d_ray.models.target import Target
 
@@ -58,7 +58,7 @@ def load_target(
     """Load the target; ``num_devices > 1`` spreads its layers over all visible GPUs.
 
     ``source`` is a Hugging Face folder or hub name, a path to a ``.gguf`` file, or
-    ``embedded:smollm2-135m-instruct``. Raises ``ValueError`` for a source that is not there and
+    ``embedded:NAME``. Raises ``ValueError`` for a source that is not there and
     for a model whose KV cache cannot be cut back.
     """
     model = load_causal_lm(source, dtype=dtype, device=device, num_devices=num_devices)
@@ -166,7 +166,7 @@ def _files_of(source: str) -> Iterator[_Files]:
     try:
         yield files
     except (OSError, ValueError, SafetensorError) as error:
-        if source.startswith(PREFIX):
+        if source.startswith(PREFIX) and shipped_folder(source) is None:
             raise ValueError(
                 f"the copy of {source} in {files.name} is damaged; delete that folder, and it is "
                 f"made again: {error}"
@@ -177,6 +177,8 @@ def _files_of(source: str) -> Iterator[_Files]:
 
 
 def _find(source: str) -> _Files:
+    if (shipped := shipped_folder(source)) is not None:
+        return _Files(str(shipped), None, is_local=True)
     if source.startswith(PREFIX):
         folder = embedded_folder(source.removeprefix(PREFIX), _convert_gguf)
         return _Files(str(folder), None, is_local=True)

@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,12 +29,7 @@ def heal(config: TrainingConfig, launcher: str) -> None:
     file = output.with_suffix(".yaml")
     file.write_text(to_yaml(config), encoding="utf-8")
     command = [sys.executable, "-m", "d3d_ray.pruning.healing", str(file), "--launcher", launcher]
-    checkpoints = output / "checkpoints"
-    # The drafter of the last step may not have been exported when the run was killed. A trainer
-    # that goes on from that checkpoint has nothing left to do, and exports nothing.
-    last = checkpoints / f"step-{config.optimiser.num_steps:08d}"
-    shutil.rmtree(last, ignore_errors=True)
-    if list_checkpoints(checkpoints):
+    if list_checkpoints(output / "checkpoints"):
         command.append("--resume")
     # Its own session: Ctrl-C in a terminal reaches this process only, which passes it on. The pipe
     # tells it when this process is gone, however it went.

@@ -97,6 +97,12 @@ class VerifierActor(LinkedActor):
         """Decode a request to its end; all its chunks at once."""
         return [chunk async for chunk in self.stream(request)]
 
+    async def use_threads(self, num_threads: int) -> None:
+        """Decode with so many torch threads from the next round on; of effect on a CPU only."""
+        assert self._scheduler is not None, "start() comes first"
+        # Torch counts by thread, so the decode thread must say it.
+        self._scheduler.run_between_rounds(lambda: torch.set_num_threads(num_threads))
+
     async def cancel(self, request_id: str) -> None:
         if self._scheduler is not None:
             self._scheduler.cancel(request_id)

@@ -93,6 +93,8 @@ class Trainer:
         config, num_steps = self._config, self._config.optimiser.num_steps
         self._start_recording(step)
         try:
+            if step == num_steps:  # The run may have been killed between checkpoint and export.
+                self._export()
             while step < num_steps:
                 started = time.monotonic()
                 rows, num_tokens = self._take_rows()
@@ -173,6 +175,9 @@ class Trainer:
         }
         save_checkpoint(self._checkpoints, step, self._engine, state)
         self._saved_step = step
+        self._export()
+
+    def _export(self) -> None:
         self._gather()
         if self._is_first:
             self._exporter.export()
