@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from d3d_ray.decode.packed_plan import NUM_GUESSES, PackedPlan
 from d3d_ray.decode.passes import Reading
-from d3d_ray.decode.plans import Board, BranchKey, Line, Offer, PackableModel, Work
+from d3d_ray.decode.plans import Board, BranchKey, Line, Offer, PackableModel
 from d3d_ray.packing import Candidate, rank_foretold
 
 _LEAST_CHANCE = 0.02
@@ -25,17 +25,10 @@ class GlueFirstPlan(_LookaheadPlan):
     The AR head's law behind each draft ranks the outcomes and gives the guesses.
     """
 
-    def passes(self, work: Work) -> Iterator[Offer]:
-        board = self._open(work)
-        if not self._make.fits(work):
-            yield Offer(())
-        elif work.drafts is None:
-            yield board.offer(self._make.continue_known(board))
-        else:
-            reading = self._make.draft(board, [])
-            candidates = self._foretell(board, reading)
-            drafted = self._draft(board, candidates)
-            yield board.offer(reading.num_rows + drafted.num_rows)
+    def _passes(self, board: Board, drafts: tuple[int, ...]) -> Iterator[Offer]:
+        reading = self._make.draft(board, [])
+        drafted = self._draft(board, self._foretell(board, reading))
+        yield board.offer(reading.num_rows + drafted.num_rows)
 
 
 class AnytimePlan(_LookaheadPlan):
@@ -60,14 +53,7 @@ class AnytimePlan(_LookaheadPlan):
         )
         self._max_passes = max_passes
 
-    def passes(self, work: Work) -> Iterator[Offer]:
-        board = self._open(work)
-        if not self._make.fits(work):
-            yield Offer(())
-            return
-        if work.drafts is None:  # The verifier waits, and takes the first drafts there are.
-            yield board.offer(self._make.continue_known(board))
-            return
+    def _passes(self, board: Board, drafts: tuple[int, ...]) -> Iterator[Offer]:
         reading = self._draft(board, self._rank(board))
         yield board.offer(reading.num_rows)
         foretold = self._foretell(board, reading)
@@ -78,8 +64,8 @@ class AnytimePlan(_LookaheadPlan):
             k, token = candidate.k, candidate.guess
             assert token is not None
             line = board.lines.get((k, token)) or board.lines.get((k, None)) or Line((), ())
-            known = (*work.tokens, *work.drafts[:k], token)
-            board.lines[k, token], num_rows = self._make.repair(work, known, line)
+            known = (*board.work.tokens, *drafts[:k], token)
+            board.lines[k, token], num_rows = self._make.repair(board.work, known, line)
             yield board.offer(num_rows)
 
     def _next_to_repair(

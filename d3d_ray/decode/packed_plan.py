@@ -33,10 +33,14 @@ class PackedPlan:
         board = self._open(work)
         if not self._make.fits(work):
             yield Offer(())
-        elif work.drafts is None:
+        elif work.drafts is None:  # The verifier waits, and takes the first drafts there are.
             yield board.offer(self._make.continue_known(board))
         else:
-            yield board.offer(self._draft(board, self._rank(board)).num_rows)
+            yield from self._passes(board, work.drafts)
+
+    def _passes(self, board: Board, drafts: tuple[int, ...]) -> Iterator[Offer]:
+        """While ``drafts`` are verified."""
+        yield board.offer(self._draft(board, self._rank(board)).num_rows)
 
     @property
     def foretold_share(self) -> float:
