@@ -1,11 +1,18 @@
 """Packed weights change where numbers lie, not what comes out."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from tiny import tiny_drafter
+from loops import make_request, run
+from tiny import MASK, save_tiny, tiny_drafter
 from torch import nn
 
-from d3d_ray.models.cpu import keep_freed_memory, pack_weights
+from d3d_ray.decode.packed_plan import PackedPlan
+from d3d_ray.models.cpu import pack_weights
+from d3d_ray.models.drafter_folder import load_drafter
+from d3d_ray.models.loading import load_target
+from d3d_ray.training.evaluation import InlineDrafter
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
@@ -17,6 +24,8 @@ def test_a_packed_layer_gives_the_plain_ones_output(num_rows: int, has_bias: boo
         expected = plain(hidden).float()
         pack_weights(plain)
         packed = plain(hidden).float()
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert type(plain[0]) is not nn.Linear
     torch.testing.assert_close(packed, expected, rtol=2**-7, atol=2**-7)
 
 
@@ -40,7 +49,26 @@ def test_fp32_layers_and_tied_tables_stay_as_they_are() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_freed_memory_can_be_kept_more_than_once() -> None:
-    keep_freed_memory()
-    keep_freed_memory()
-    assert torch.zeros(2**22).sum() == 0
+def test_packed_weights_in_bf16_give_the_same_tokens_in_every_mode(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    bf16 = {"dtype": torch.bfloat16, "device": "cpu"}
+    target = load_target(str(tmp_path), **bf16)  # type: ignore[arg-type]
+    drafter = load_drafter(
+        None,
+        target_source=str(tmp_path),
+        block_size=4,
+        mask_token_id=MASK,
+        **bf16,  # type: ignore[arg-type]
+    )
+    pack_weights(target.model)
+    pack_weights(drafter.network)
+    target.fix_rows(4)
+    plan = PackedPlan(drafter, max_rows=40, is_noise_shared=True)
+    answers = []
+    for mode in ("ar", "sync", "async"):
+        request = make_request(prompt=range(20, 31), mode=mode, max_tokens=60)
+        results = run(
+            target, InlineDrafter(plan), [request], vocab_size=target.vocab_size, max_wait_s=60.0
+        )
+        answers.append(results.tokens("a"))
+    assert answers[0] == answers[1] == answers[2]

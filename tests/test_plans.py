@@ -1,26 +1,33 @@
 """What draft plans offer, with a drafter whose AR head is the target's own."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from fakes import ToyTarget, always_right
-from loops import make_request, run
-from scripted_drafter import ScriptedDrafter
+from loops import Results, finish, make_request, make_scheduler, run
+from scripted_drafter import Faults, ScriptedDrafter
 from test_packed_pass import run_alone
 from tiny import MASK, save_tiny, tiny_drafter
 
+from d3d_ray.decode.correspondence import Correspondence
+from d3d_ray.decode.drafting import DraftWorker
+from d3d_ray.decode.gain import Gain
 from d3d_ray.decode.lookahead_plans import AnytimePlan, GlueFirstPlan
+from d3d_ray.decode.modes import make_policies
 from d3d_ray.decode.packed_plan import PackedPlan
 from d3d_ray.decode.passes import Passes
-from d3d_ray.decode.plans import Board, DraftPlan, Line, Work
+from d3d_ray.decode.plans import Board, DraftPlan, Line, Offer, Work
+from d3d_ray.decode.session import Session
 from d3d_ray.metrics import Summary, summarise
 from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.drafter_folder import load_drafter
 from d3d_ray.models.loading import load_target
 from d3d_ray.models.target import Target
 from d3d_ray.packing import rank_foretold
-from d3d_ray.records import Sampling
+from d3d_ray.records import FromDrafter, Mode, Outcome, Prefill, Sampling, Table
 from d3d_ray.training.evaluation import InlineDrafter
 
 PROMPT = (11, 57, 203, 99, 41, 8, 300)
@@ -74,6 +81,7 @@ def test_with_the_targets_own_head_every_outcome_is_foretold(pair, temperature) 
     _, summary = decode(target, plan, temperature)
     assert summary.outcomes["hit"] > 0.9
     assert plan.foretold_share == 1.0
+    assert summary.passes_per_round == 2.0
     _, packed = decode(target, PackedPlan(drafter, max_rows=64, is_noise_shared=True), temperature)
     assert packed.outcomes["hit"] < summary.outcomes["hit"]
 
@@ -165,3 +173,75 @@ def test_a_board_offers_every_line_it_has() -> None:
     offer = board.offer(12)
     assert {(b.k, b.guess, b.drafts) for b in offer.branches} == {(0, 5, (7, 8)), (0, None, (9,))}
     assert offer.num_rows == 12
+
+
+def test_a_further_pass_of_older_work_does_not_end_the_wait_for_new_drafts() -> None:
+    target, results = ToyTarget(sees_all=True), Results()
+    drafter = ScriptedDrafter(target, block_size=4, policy=always_right, hit_rate=0.0)
+    scheduler = make_scheduler(target, drafter, results, max_wait_s=5.0, miss_policy="jit")
+    late: list[Table] = []
+    poll = drafter.poll
+
+    def poll_with_further_passes(timeout: float) -> list[FromDrafter]:
+        arrived = poll(timeout)
+        for message in arrived:
+            if isinstance(message, Table) and any(b.k is not None for b in message.branches):
+                late.append(message)
+        # Every table for all outcomes comes once more, before whatever is next.
+        again, late[:] = list(late), []
+        return [*again, *arrived]
+
+    drafter.poll = poll_with_further_passes  # type: ignore[method-assign]
+    scheduler.submit(make_request())
+    finish(scheduler, results, ["a"])
+    rounds = results.last("a").rounds
+    assert {r.kind for r in rounds if r.num_drafts} == {"jit"}
+
+
+def test_rounds_behind_a_rest_do_not_count_for_the_pace() -> None:
+    sent: list[FromDrafter] = []
+    worker = DraftWorker(NoPlan(), lambda message: bool(sent.append(message)) or True)
+    sampling = Sampling(seed=1)
+    worker.receive(Prefill("r", 0, (1, 2), (), prompt_length=1, sampling=sampling))
+    worker.receive(Outcome("r", 1, (3,), (), start=2))
+    paced = worker._slots["r"].round_ns
+    assert paced > 0.0
+    worker.receive(Outcome("r", 60, (4,) * 59, (), start=3))
+    assert worker._slots["r"].round_ns == paced
+    worker.receive(Outcome("r", 61, (5,), (), start=62))
+    assert worker._slots["r"].round_ns != paced
+
+
+def test_no_pass_is_started_that_would_end_behind_the_outcome() -> None:
+    for round_ns, expected in ((0.0, 5), (1.0, 1), (1e15, 5)):
+        plan, sent = NoPlan(num_offers=5), list[FromDrafter]()
+        worker = DraftWorker(plan, lambda message, sent=sent: bool(sent.append(message)) or True)
+        worker.receive(Prefill("r", 0, (1, 2), (), prompt_length=1, sampling=Sampling(seed=1)))
+        worker._slots["r"] = replace(worker._slots["r"], round_ns=round_ns)
+        worker.step(0.0)
+        assert len(sent) == expected
+
+
+class NoPlan:
+    """Offers nothing, so many times."""
+
+    def __init__(self, num_offers: int = 1) -> None:
+        self._num_offers = num_offers
+
+    def passes(self, work: Work) -> Iterator[Offer]:
+        yield from [Offer(())] * self._num_offers
+
+    def free(self, request: str) -> None:
+        pass
+
+
+def test_nothing_is_waited_for_when_no_drafts_are_wanted() -> None:
+    target = ToyTarget(sees_all=True)
+    drafter = ScriptedDrafter(target, block_size=4, policy=always_right, faults=Faults(lose=1.0))
+    policy = make_policies(
+        Correspondence(drafter, block_size=4, vocab_size=32), max_wait_s=9.0, miss_policy="soft"
+    )[Mode.ASYNC]
+    session = Session(make_request(), Gain(3, None))
+    session.epoch, session.is_awaiting, session.gain.limit = 3, True, 0
+    policy.after_round(session, 1e9)
+    assert not session.is_awaiting

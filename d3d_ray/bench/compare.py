@@ -74,6 +74,8 @@ def _count_cores(engine: Engine) -> tuple[int, int] | None:
     verifier, drafter = engine.supervisor.verifier_info, engine.supervisor.drafter_info
     if verifier is None or drafter is None or verifier.device != "cpu":
         return None
+    if verifier.node_id != drafter.node_id:
+        return None
     return verifier.num_threads, drafter.num_threads
 
 

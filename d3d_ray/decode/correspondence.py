@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from d3d_ray.decode.protocols import Drafter
-from d3d_ray.decode.session import Session
+from d3d_ray.decode.session import SMOOTHING, Session
 from d3d_ray.records import Free, Lost, Outcome, Prefill, Table, ToDrafter
 
 _MAX_TIMEOUTS = 2
@@ -101,12 +101,17 @@ class Correspondence:
     def _accept(self, session: Session, table: Table) -> None:
         if table.epoch < session.epoch:
             self.dropped["stale"] += 1
+        elif session.is_drafting_anew and any(branch.k is not None for branch in table.branches):
+            self.dropped["stale"] += 1  # A further pass for all outcomes, of which one is known.
         elif table.epoch > session.epoch + 1 or not self._is_well_formed(table):
             self.dropped["malformed"] += 1
         else:
             turnaround_ns = table.arrived_ns - session.sent_ns
             residence_ns = table.finished_ns - table.received_ns
             session.hop_ns = max(0, (turnaround_ns - residence_ns) // 2)
+            if session.is_drafting_anew:
+                weight = SMOOTHING if session.jit_ns else 1.0
+                session.jit_ns += weight * (turnaround_ns - session.jit_ns)
             session.table = table
             session.is_awaiting &= table.epoch < session.awaited_epoch
 

@@ -100,8 +100,11 @@ class DraftWorker:
         if work is None:
             return bool(ended)
         started_ns = pass_started_ns = time.monotonic_ns()
-        for num_passes, offer in enumerate(self._plan.passes(work), start=1):
-            self.num_passes += 1
+        num_passes = 0
+        for offer in self._plan.passes(work):
+            is_further = num_passes > 0
+            num_passes += offer.num_passes
+            self.num_passes += offer.num_passes
             finished_ns = time.monotonic_ns()
             table = Table(
                 request=work.request,
@@ -115,7 +118,7 @@ class DraftWorker:
             )
             if not self._send(table):
                 self.num_unsent += 1
-            if num_passes > 1:
+            if is_further:
                 weight = SMOOTHING if self._further_pass_ns else 1.0
                 pass_ns = finished_ns - pass_started_ns
                 self._further_pass_ns += weight * (pass_ns - self._further_pass_ns)
@@ -143,7 +146,8 @@ class DraftWorker:
 
 def _round_ns(work: Work, message: Outcome, received_ns: int) -> float:
     """Running mean of the time between the starts of two verifications in a row."""
-    if work.drafts is None or message.drafts is None:
+    is_next = message.epoch == work.epoch  # Not behind a rest, or a time without messages.
+    if work.drafts is None or message.drafts is None or not is_next:
         return work.round_ns
     round_ns = received_ns - work.received_ns
     return work.round_ns + (SMOOTHING if work.round_ns else 1.0) * (round_ns - work.round_ns)

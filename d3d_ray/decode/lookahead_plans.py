@@ -28,7 +28,7 @@ class GlueFirstPlan(_LookaheadPlan):
     def _passes(self, board: Board, drafts: tuple[int, ...]) -> Iterator[Offer]:
         reading = self._make.draft(board, [])
         drafted = self._draft(board, self._foretell(board, reading))
-        yield board.offer(reading.num_rows + drafted.num_rows)
+        yield board.offer(drafted.num_rows, num_passes=2)
 
 
 class AnytimePlan(_LookaheadPlan):

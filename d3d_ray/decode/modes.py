@@ -87,6 +87,9 @@ class Asynchronous:
 
     def after_round(self, session: Session, verify_ns: float) -> None:
         """Wait while the expected gain in tokens exceeds wait × tokens/s, at most one T_verify."""
+        if not session.wants_drafts:
+            session.is_awaiting = False
+            return
         now = time.monotonic_ns()
         verify_ns = verify_ns or self._max_wait_s * _NS_PER_S  # not measured yet
         gain = max(session.drafted_length - 1.0, 0.0)
@@ -96,7 +99,7 @@ class Asynchronous:
 
     def asks_again(self, session: Session, pick: Pick) -> bool:
         is_missed = pick.kind == "soft" or pick.cause == "no branch"
-        if self._miss_policy == "soft" or not is_missed or session.jit_epoch == session.epoch:
+        if self._miss_policy == "soft" or not is_missed or session.is_drafting_anew:
             return False
         if self._miss_policy == "auto" and not self._pays(session, pick):
             return False

@@ -146,7 +146,7 @@ class Passes:
         ids = scores.topk(self.num_guesses + 1, dim=-1).indices
         if scores.shape[-1] < self.model.vocab_size:
             assert self.model.draft_ids is not None
-            ids = self.model.draft_ids[ids]
+            ids = self.model.draft_ids.to(ids.device)[ids]
         best = ids.tolist()
         return Line(tuple(row[0] for row in best), tuple(tuple(row[1:]) for row in best))
 
@@ -188,5 +188,5 @@ class Passes:
         if ids is None or logits.shape[-1] == self.model.vocab_size:
             return logits
         full = logits.new_full((len(logits), self.model.vocab_size), -torch.inf)
-        full[:, ids] = logits
+        full[:, ids.to(logits.device)] = logits
         return full

@@ -35,10 +35,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The branches known after one pass; they replace those of the pass before."""
+    """The branches known after one pass or more; they replace those of the offer before."""
 
     branches: tuple[Branch, ...]
     num_rows: int = 0
+    """Of the last pass."""
+    num_passes: int = 1
+    """Since the offer before."""
 
 
 class DraftPlan(Protocol):
@@ -106,6 +109,6 @@ class Board:
     foretold: BranchKey | None = None
     """The outcome by the drafter's own AR head, where it was asked."""
 
-    def offer(self, num_rows: int) -> Offer:
+    def offer(self, num_rows: int, num_passes: int = 1) -> Offer:
         branches = (Branch(k, guess, line.drafts) for (k, guess), line in self.lines.items())
-        return Offer(tuple(branches), num_rows)
+        return Offer(tuple(branches), num_rows, num_passes)

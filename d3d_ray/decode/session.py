@@ -55,10 +55,10 @@ class Session:
         self.deadline_ns = 0
         self.sent_ns = 0
         self.hop_ns = 0
-        self.jit_epoch = -1
+        self.jit_epoch = -2
         """The last round after which drafts for the known outcome were asked for."""
         self.jit_ns = 0.0
-        """Recent mean of what such a wait takes; 0 = not measured."""
+        """Recent mean of the time until they come; 0 = not measured."""
         # The outcome of round ``epoch``.
         self.num_accepted = 0
         self.drafted_length = 2.0
@@ -82,6 +82,11 @@ class Session:
     @property
     def num_left(self) -> int:
         return self.request.max_tokens - self.num_output
+
+    @property
+    def is_drafting_anew(self) -> bool:
+        """The drafter was asked once more, now that the outcome of the last round is known."""
+        return self.jit_epoch == self.epoch
 
     @property
     def wants_drafts(self) -> bool:
@@ -116,7 +121,7 @@ class Session:
         branch, kind = _choose(self.table.branches, self.num_accepted, self.tokens[-1])
         if branch is None or not branch.drafts:
             return Pick("none", cause="no branch")
-        if branch.k is None and self.jit_epoch == self.epoch:
+        if branch.k is None and self.is_drafting_anew:
             kind = "jit"
         return Pick(kind, branch.drafts[:limit], self.table)
 
@@ -186,8 +191,6 @@ class Session:
             self.gain.observe(num_emitted, end_ns - start_ns + wait_ns)
             length = self.lengths.get(pick.kind, self.lengths["hit"])
             self.lengths[pick.kind] = length + SMOOTHING * (num_emitted - length)
-        if pick.kind == "jit":
-            self.jit_ns += (SMOOTHING if self.jit_ns else 1.0) * (wait_ns - self.jit_ns)
         if pick.drafts:
             self.drafted_length += SMOOTHING * (num_emitted - self.drafted_length)
         self.last_served_ns = end_ns

@@ -22,7 +22,7 @@ class SimulatedPlan:
 
     def passes(self, work: Work) -> Iterator[Offer]:
         for offer in self._plan.passes(work):
-            yield Offer((self._branch(work),), offer.num_rows)
+            yield Offer((self._branch(work),), offer.num_rows, offer.num_passes)
 
     def free(self, request: str) -> None:
         self._plan.free(request)

@@ -37,8 +37,10 @@ _WHEELS = {
 
 def shipped_folder(source: str) -> Path | None:
     """The folder of a drafter that comes with this package, ``embedded:NAME``; else None."""
-    folder = _SHIPPED / source.removeprefix(PREFIX)
-    return folder if source.startswith(PREFIX) and folder.is_dir() else None
+    if not source.startswith(PREFIX):
+        return None
+    name = source.removeprefix(PREFIX)
+    return next((folder for folder in _SHIPPED.glob("*/") if folder.name == name), None)
 
 
 def embedded_folder(name: str, convert: Callable[[Path, Path], None]) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from d3d_ray.config import to_yaml
+from d3d_ray.models.cpu import pack_weights
 from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.pruning.anchors import Tally, draw_anchors, tokens, without_layers
 from d3d_ray.pruning.config import PruningConfig
@@ -93,6 +94,7 @@ class Pruner:
     def _measure_unpruned(self) -> None:
         drafter = self._folders.load_unpruned()
         assert len(drafter.section.source_layers) == drafter.num_layers
+        pack_weights(drafter.network)  # As in serving, for the time of a pass.
         tally = self._confirming.measure(drafter)
         self._add(
             Depth(
@@ -198,7 +200,9 @@ class Pruner:
         config = self._config.healing(source, output, len(self._state.depths))
         logger.info("%s: %d steps from %s", name, config.optimiser.num_steps, source)
         self._train(config)
-        return self._folders.load(output / "drafter")
+        healed = self._folders.load(output / "drafter")
+        pack_weights(healed.network)  # As in serving, for the time of a pass.
+        return healed
 
     def _add(self, depth: Depth) -> None:
         self._state.depths.append(depth)

@@ -18,11 +18,14 @@ def find_result(stop: StopConfig, depths: Sequence[Depth]) -> tuple[Depth, str] 
     last = depths[-1]
     is_bare = last.num_layers == 1
     if stop.depth is not None:
-        return (last, f"{last.num_layers} layers") if last.num_layers <= stop.depth else None
+        # The first: a run that goes on may have gone further before.
+        found = next((d for d in depths if d.num_layers <= stop.depth), None)
+        return (found, f"{found.num_layers} layers") if found else None
     if stop.pass_ms is not None:
-        words = f"a packed pass of {last.pass_ms:.1f} ms with {last.num_layers} layers"
-        if last.pass_ms <= stop.pass_ms:
-            return last, words
+        found = next((d for d in depths if d.pass_ms <= stop.pass_ms), last)
+        words = f"a packed pass of {found.pass_ms:.1f} ms with {found.num_layers} layers"
+        if found.pass_ms <= stop.pass_ms:
+            return found, words
         return (last, f"{words}, and no layer to remove is left") if is_bare else None
     assert stop.min_share is not None
     shares = [share_kept(depth, depths[0]).value for depth in depths]
