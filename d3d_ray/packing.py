@@ -186,9 +186,42 @@ def rank_foretold(
     )
 
 
+# Tokens that a round gives beyond t*, roughly, when its drafts were made for (k, t*), for k and
+# whatever t* is, and for k with another t*. Only their ratios matter.
+_HIT, _MASK_FIRST, _WRONG_GUESS = 2.0, 1.1, 0.6
+
+
 def fill_budget(
     candidates: Sequence[Candidate], *, num_free_rows: int, num_rows_each: int
 ) -> list[Candidate]:
-    """The likeliest candidates whose rows fit, at least one, in the order given."""
+    """The candidates that fit and add most tokens, one after another; the first in any case.
+
+    The first branch for a k serves all its outcomes somehow, each further one only its own.
+    """
     num_fitting = max(1, num_free_rows // num_rows_each)
-    return list(candidates[:num_fitting])
+    if num_fitting >= len(candidates):
+        return list(candidates)
+    reached: dict[int, float] = {}
+    for candidate in candidates:
+        reached[candidate.k] = reached.get(candidate.k, 0.0) + candidate.chance
+    chosen = list(candidates[:1])
+    left = list(candidates[1:])
+    while left and len(chosen) < num_fitting:
+        best = max(left, key=lambda c: _added_tokens(c, chosen, reached[c.k]))
+        chosen.append(best)
+        left.remove(best)
+    return chosen
+
+
+def _added_tokens(candidate: Candidate, chosen: Sequence[Candidate], reached: float) -> float:
+    others = [other for other in chosen if other.k == candidate.k]
+    return _expected_tokens([*others, candidate], reached) - _expected_tokens(others, reached)
+
+
+def _expected_tokens(branches: Sequence[Candidate], reached: float) -> float:
+    """Of the branches for one k, which comes with chance ``reached``."""
+    if not branches:
+        return 0.0
+    hit = sum(branch.chance for branch in branches if branch.guess is not None)
+    has_mask_first = any(branch.guess is None for branch in branches)
+    return hit * _HIT + (reached - hit) * (_MASK_FIRST if has_mask_first else _WRONG_GUESS)

@@ -227,3 +227,22 @@ def test_budget_keeps_the_likeliest_that_fit_and_always_one(
     candidates = [Candidate(k, None, 0.4 - 0.1 * k) for k in range(4)]
     kept = fill_budget(candidates, num_free_rows=num_free_rows, num_rows_each=3)
     assert kept == candidates[:num_kept]
+
+
+def test_every_likely_k_has_a_branch_before_any_has_a_second_guess() -> None:
+    candidates = rank_outcomes([0.6, 0.6], [[1, 2, 3]] * 3, [0.4, 0.15, 0.05])
+    chosen = fill_budget(candidates, num_free_rows=12, num_rows_each=3)
+    assert {candidate.k for candidate in chosen} == {0, 1, 2}
+    by_chance = candidates[:4]
+    assert {candidate.k for candidate in by_chance} != {0, 1, 2}, "chance alone leaves one out"
+
+
+def test_an_almost_certain_guess_needs_no_branch_of_masks_beside_it() -> None:
+    candidates = [
+        Candidate(0, 5, 0.5),
+        Candidate(0, None, 0.01),
+        Candidate(1, None, 0.4),
+        Candidate(1, 7, 0.09),
+    ]
+    chosen = fill_budget(candidates, num_free_rows=6, num_rows_each=3)
+    assert chosen == [candidates[0], candidates[2]]
