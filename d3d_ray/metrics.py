@@ -12,6 +12,9 @@ from d3d_ray.records import Round
 _NS_PER_MS = 1e6
 _NS_PER_S = 1e9
 
+SMOOTHING = 0.1
+"""Weight of the newest value in running means."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
@@ -45,6 +48,11 @@ class Summary:
     """Mean rows of the last pass, clean and masked."""
     pipeline_efficiency: float
     """Decode tokens/s ÷ (acceptance length ÷ T_verify), with the mean T_verify of the same run."""
+
+
+def running_mean(mean: float, value: float) -> float:
+    """``mean`` after one more ``value``, recent ones weighing most; 0 = nothing measured yet."""
+    return mean + (SMOOTHING if mean else 1.0) * (value - mean)
 
 
 def summarise(rounds: Iterable[Round]) -> Summary:

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from d3d_ray.decode.protocols import Drafter
-from d3d_ray.decode.session import SMOOTHING, Session
+from d3d_ray.decode.session import Session
+from d3d_ray.metrics import running_mean
 from d3d_ray.records import Free, Lost, Outcome, Prefill, Table, ToDrafter
 
 _MAX_TIMEOUTS = 2
@@ -110,8 +111,7 @@ class Correspondence:
             residence_ns = table.finished_ns - table.received_ns
             session.hop_ns = max(0, (turnaround_ns - residence_ns) // 2)
             if session.is_drafting_anew:
-                weight = SMOOTHING if session.jit_ns else 1.0
-                session.jit_ns += weight * (turnaround_ns - session.jit_ns)
+                session.jit_ns = running_mean(session.jit_ns, turnaround_ns)
             session.table = table
             session.is_awaiting &= table.epoch < session.awaited_epoch
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from d3d_ray.decode.plans import DraftPlan, Work
-from d3d_ray.decode.session import SMOOTHING
+from d3d_ray.metrics import running_mean
 from d3d_ray.records import Free, FromDrafter, Lost, Outcome, Prefill, Table, ToDrafter
 
 
@@ -119,9 +119,8 @@ class DraftWorker:
             if not self._send(table):
                 self.num_unsent += 1
             if is_further:
-                weight = SMOOTHING if self._further_pass_ns else 1.0
                 pass_ns = finished_ns - pass_started_ns
-                self._further_pass_ns += weight * (pass_ns - self._further_pass_ns)
+                self._further_pass_ns = running_mean(self._further_pass_ns, pass_ns)
             pass_started_ns = time.monotonic_ns()
             if not self._has_time(work, pass_started_ns):
                 break
@@ -149,8 +148,7 @@ def _round_ns(work: Work, message: Outcome, received_ns: int) -> float:
     is_next = message.epoch == work.epoch  # Not behind a rest, or a time without messages.
     if work.drafts is None or message.drafts is None or not is_next:
         return work.round_ns
-    round_ns = received_ns - work.received_ns
-    return work.round_ns + (SMOOTHING if work.round_ns else 1.0) * (round_ns - work.round_ns)
+    return running_mean(work.round_ns, received_ns - work.received_ns)
 
 
 def _table_epoch(message: Prefill | Outcome) -> int:

@@ -26,7 +26,7 @@ class GlueFirstPlan(_LookaheadPlan):
     """
 
     def _passes(self, board: Board, drafts: tuple[int, ...]) -> Iterator[Offer]:
-        reading = self._make.draft(board, [])
+        reading = self._draft(board, [])
         drafted = self._draft(board, self._foretell(board, reading))
         yield board.offer(drafted.num_rows, num_passes=2)
 

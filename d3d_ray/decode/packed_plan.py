@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from d3d_ray.decode.passes import Passes, Reading
 from d3d_ray.decode.plans import Board, Line, Offer, PackableModel, Work
-from d3d_ray.packing import Candidate, fill_budget, rank_outcomes
+from d3d_ray.packing import Candidate, rank_outcomes
 
 NUM_GUESSES = 3
 
@@ -72,16 +72,7 @@ class PackedPlan:
         )
 
     def _draft(self, board: Board, candidates: Sequence[Candidate]) -> Reading:
-        """One packed pass with as many of the candidates as fit the budget of rows."""
-        work, model = board.work, self._make.model
-        clean = (*work.tokens, *(work.drafts or ()))
-        num_glue = len(clean) - model.match_cache(work.request, clean, len(work.tokens) - 1)
-        chosen = fill_budget(
-            candidates,
-            num_free_rows=self._max_rows - num_glue,
-            num_rows_each=model.block_size - 1 if model.label_shift else model.block_size,
-        )
-        return self._make.draft(board, chosen)
+        return self._make.draft(board, candidates, max_rows=self._max_rows)
 
 
 def _find_line(last: Board | None, drafts: tuple[int, ...]) -> Line | None:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from d3d_ray.decode.plans import Board, Line, PackableModel, Work
-from d3d_ray.packing import BranchShape, Candidate, continuation, mask_first, pack, seeded
+from d3d_ray.packing import (
+    BranchShape,
+    Candidate,
+    continuation,
+    fill_budget,
+    mask_first,
+    pack,
+    seeded,
+)
 from d3d_ray.sampling import History, processed_scores
 
 _NO_TOKEN = -1
@@ -49,8 +57,11 @@ class Passes:
         board.lines[None, token] = self._line(parts[0], work, work.tokens)
         return num_rows
 
-    def draft(self, board: Board, candidates: Sequence[Candidate]) -> Reading:
-        """One packed pass: the block under verification is read, and the branches are drafted."""
+    def draft(self, board: Board, candidates: Sequence[Candidate], *, max_rows: int) -> Reading:
+        """One packed pass: the block under verification is read, and branches are drafted.
+
+        As many of the candidates as fit into ``max_rows``, the clean rows included.
+        """
         work, model = board.work, self.model
         drafts = work.drafts or ()
         clean = (*work.tokens, *drafts)
@@ -58,15 +69,20 @@ class Passes:
         num_cached = model.match_cache(work.request, clean, anchor)
         row = anchor - num_cached
         size, shift = model.block_size, model.label_shift
+        chosen = fill_budget(
+            candidates,
+            num_free_rows=max_rows - (len(clean) - num_cached),
+            num_rows_each=size - 1 if shift else size,
+        )
         shapes = [
             mask_first(c.k, anchor_row=row, block_size=size, label_shift=shift)
             if c.guess is None
             else seeded(c.k, c.guess, anchor_row=row, block_size=size, label_shift=shift)
-            for c in candidates
+            for c in chosen
         ]
         rows = range(row, row + len(drafts) + 1)
         parts, num_rows = self._run(work, clean, num_cached, shapes, rows)
-        for candidate, logits in zip(candidates, parts[1:], strict=True):
+        for candidate, logits in zip(chosen, parts[1:], strict=True):
             bonus = _NO_TOKEN if candidate.guess is None else candidate.guess
             known = (*work.tokens, *drafts[: candidate.k], bonus)
             board.lines[candidate.k, candidate.guess] = self._line(logits, work, known)
@@ -85,7 +101,7 @@ class Passes:
         clean = known + line.drafts
         num_cached = model.match_cache(work.request, clean, first)
         num_drafts = model.block_size - 1
-        places = range(line.num_checked, min(len(line.drafts) + 1, num_drafts))
+        places = range(line.num_checked, min(len(line.drafts) + 1, num_drafts - 1))
         shapes = [
             mask_first(
                 place,
@@ -94,7 +110,6 @@ class Passes:
                 label_shift=shift,
             )
             for place in places
-            if place < num_drafts - 1
         ]
         rows = range(first - num_cached, len(clean) - num_cached)
         parts, num_rows = self._run(work, clean, num_cached, shapes, rows)

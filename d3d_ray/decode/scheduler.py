@@ -18,7 +18,8 @@ from d3d_ray.decode.correspondence import Correspondence
 from d3d_ray.decode.gain import Gain, PlainCost
 from d3d_ray.decode.modes import MissPolicy, make_policies
 from d3d_ray.decode.protocols import Block, Drafter, Verifier
-from d3d_ray.decode.session import SMOOTHING, Pick, Session
+from d3d_ray.decode.session import Pick, Session
+from d3d_ray.metrics import running_mean
 from d3d_ray.records import Chunk, Finish, Request
 from d3d_ray.sampling import NonFiniteLogitsError
 
@@ -207,8 +208,7 @@ class Scheduler:
         )
         self._idle_since_ns = end_ns
         if pick.kind != "prefill":
-            weight = SMOOTHING if self._verify_ns else 1.0
-            self._verify_ns += weight * (end_ns - start_ns - self._verify_ns)
+            self._verify_ns = running_mean(self._verify_ns, end_ns - start_ns)
         if session.finish is not None:
             self._end(session, session.finish, tokens=emitted, kind=pick.kind)
             return

@@ -9,11 +9,9 @@ import torch
 from d3d_ray.acceptance import count_accepted, cut_at_end
 from d3d_ray.decode.gain import Gain
 from d3d_ray.decode.protocols import Block
+from d3d_ray.metrics import SMOOTHING
 from d3d_ray.records import Branch, Finish, Mode, Request, Round, Table
 from d3d_ray.sampling import History, draw
-
-SMOOTHING = 0.1
-"""Weight of the newest round in running means."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from d3d_ray.config import DrafterConfig, TargetConfig, list_presets, read_settings
-from d3d_ray.settings import check, make_table
+from d3d_ray.settings import check
 from d3d_ray.training.config import (
     DataConfig,
     EvaluationConfig,
@@ -171,11 +171,6 @@ def load_pruning_config(name_or_path: str, overrides: Sequence[str] = ()) -> Pru
     setting, and a value of wrong type or range.
     """
     return read_settings(PruningConfig, name_or_path, overrides, presets=_recipes())
-
-
-def pruning_table() -> str:
-    """The Markdown table of all settings."""
-    return make_table(PruningConfig)
 
 
 def _recipes() -> Traversable:
