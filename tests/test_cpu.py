@@ -61,7 +61,7 @@ def test_packed_weights_in_bf16_give_the_same_tokens_in_every_mode(tmp_path: Pat
         **bf16,  # type: ignore[arg-type]
     )
     pack_weights(target.model)
-    pack_weights(drafter.network)
+    drafter.fuse()
     target.fix_rows(4)
     plan = PackedPlan(drafter, max_rows=40, is_noise_shared=True)
     answers = []

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from d3d_ray.models.cache import SlotCache
+from d3d_ray.models.cpu import pack_weights
 from d3d_ray.models.network import DrafterNetwork
 from d3d_ray.models.section import DrafterSection
 from d3d_ray.models.target import check_token_ids
@@ -115,6 +116,11 @@ class DrafterModel:
         if self.draft_ids is None and self.mask_token_id < self.vocab_size:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
+
+    def fuse(self) -> None:
+        """Make passes quick. The drafter can then no longer be trained or saved."""
+        self.network.fuse()
+        pack_weights(self.network)
 
     def free(self, request: str) -> None:
         """Forget the request; unknown ones are ignored."""

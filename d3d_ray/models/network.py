@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from d3d_ray.models.cache import check_can_cut
+from d3d_ray.models.fused import FusedBackbone
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Model types whose backbone takes our 4D mask, positions and input embeddings as they are."""
@@ -43,6 +44,7 @@ class DrafterNetwork(nn.Module):
         self.trimmed_head: nn.Linear | None = None
         self.draft_ids: torch.Tensor | None = None
         """[drafted ids] int64, ascending: what the columns of the logits stand for; None = all."""
+        self._fused: FusedBackbone | None = None
 
     @property
     def config(self) -> PretrainedConfig:
@@ -63,6 +65,10 @@ class DrafterNetwork(nn.Module):
         cache: Cache | None = None,
     ) -> torch.Tensor:  # [batch, rows, hidden], normed: what the head takes
         embeddings = self.embed(token_ids)
+        if self._fused is not None:
+            assert cache is not None, "fused layers are for serving"
+            fused: torch.Tensor = self._fused(embeddings, position_ids, visible, cache)
+            return fused
         mask = visible
         if self.config._attn_implementation == "eager":  # It adds the mask to its scores.
             mask = torch.zeros_like(visible, dtype=embeddings.dtype)
@@ -83,6 +89,12 @@ class DrafterNetwork(nn.Module):
     ) -> torch.Tensor:  # [..., rows of the head]
         logits: torch.Tensor = (self.trimmed_head or self.model.lm_head)(hidden)
         return logits
+
+    def fuse(self) -> None:
+        """Make the layers quick to serve: they can no longer be trained or saved."""
+        self._fused = FusedBackbone(self.model)
+        if self.trimmed_head is not None:
+            del self.model.lm_head
 
     def trim_head(
         self,

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from d3d_ray.config import to_yaml
-from d3d_ray.models.cpu import pack_weights
 from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.pruning.anchors import Tally, draw_anchors, tokens, without_layers
 from d3d_ray.pruning.config import PruningConfig
@@ -94,7 +93,6 @@ class Pruner:
     def _measure_unpruned(self) -> None:
         drafter = self._folders.load_unpruned()
         assert len(drafter.section.source_layers) == drafter.num_layers
-        pack_weights(drafter.network)  # As in serving, for the time of a pass.
         tally = self._confirming.measure(drafter)
         self._add(
             Depth(
@@ -121,8 +119,8 @@ class Pruner:
             self._folders.save_pruned(drafter, _indices(last, layers))
             del drafter  # Healing needs the memory.
             healed = self._heal(HEALING, self._folders.pruned(len(layers)), len(layers))
-            current.pass_ms = measure_pass_ms(healed, self._config.timing)
             current.healed = self._confirming.measure(healed)
+            current.pass_ms = measure_pass_ms(healed, self._config.timing)
             self._save()
         if self._config.with_control and current.control is None:
             source = self._folders.trained(CONTROL, last.num_layers)
@@ -200,9 +198,7 @@ class Pruner:
         config = self._config.healing(source, output, len(self._state.depths))
         logger.info("%s: %d steps from %s", name, config.optimiser.num_steps, source)
         self._train(config)
-        healed = self._folders.load(output / "drafter")
-        pack_weights(healed.network)  # As in serving, for the time of a pass.
-        return healed
+        return self._folders.load(output / "drafter")
 
     def _add(self, depth: Depth) -> None:
         self._state.depths.append(depth)

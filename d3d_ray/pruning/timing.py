@@ -15,7 +15,11 @@ _NUM_WARMUP = 2
 
 
 def measure_pass_ms(drafter: DrafterModel, config: TimingConfig) -> float:
-    """The median of some passes behind a filled cache, as in serving: a block, and branches."""
+    """The median of some passes behind a filled cache, as in serving: a block, and branches.
+
+    The drafter is fused for it, so it can no longer be trained or saved.
+    """
+    drafter.fuse()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:

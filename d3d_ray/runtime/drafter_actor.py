@@ -10,7 +10,6 @@ from d3d_ray.decode.lookahead_plans import AnytimePlan, GlueFirstPlan
 from d3d_ray.decode.packed_plan import PackedPlan
 from d3d_ray.decode.plans import DraftPlan
 from d3d_ray.decode.simulation import SimulatedPlan
-from d3d_ray.models.cpu import pack_weights
 from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.drafter_folder import load_drafter, load_drafter_tokenizer
 from d3d_ray.models.loading import load_tokenizer
@@ -69,7 +68,7 @@ def load_drafter_of(config: EngineConfig, device: torch.device) -> DrafterModel:
         dtype=getattr(torch, settings.dtype or config.target.dtype),
         device=device,
     )
-    pack_weights(drafter.network)
+    drafter.fuse()
     return drafter
 
 
