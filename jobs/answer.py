@@ -4,6 +4,8 @@ python jobs/answer.py --prompts questions.jsonl --out answers
 python jobs/answer.py --preset qwen3-8b --prompts *.jsonl --templates templates.json \\
     --thinking off --temperature 0.7 --top-log-probs 16 --workers 8 --out answers
 
+python jobs/answer.py --score answers/*.jsonl.gz --top-log-probs 8 --out scored
+
 Only the first turn of a prompt is asked. Ctrl-C keeps what is written, and the same command goes
 on. Exits with 0 when all is answered, 1 when something failed, 2 on bad input, 130 on Ctrl-C.
 """

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,14 @@ from d3d_ray.training.answers_store import (
     to_rows,
     to_table,
 )
-from d3d_ray.training.questions import Question, Task, make_batches, read_tasks, render
+from d3d_ray.training.questions import (
+    Question,
+    Task,
+    make_batches,
+    read_answered,
+    read_tasks,
+    render,
+)
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -156,6 +164,21 @@ def test_top_log_probs_are_those_of_a_teacher_forced_forward() -> None:
         assert row.top_ids is not None and row.top_log_probs is not None
         np.testing.assert_array_equal(row.top_ids, wanted.indices)
         np.testing.assert_allclose(row.top_log_probs, wanted.values, atol=1e-5)
+
+
+def test_answers_that_are_there_are_scored_as_they_would_have_been() -> None:
+    answerer = Answerer(make_target(stop_ids=range(6)), AnswerSettings(max_tokens=16, num_top=5))
+    rows = answerer.answer(make_questions())
+    for row, scored in zip(rows, answerer.answer(with_answers(rows)), strict=True):
+        assert facts(scored) == facts(row)
+        assert scored.top_ids is not None and scored.top_log_probs is not None
+        np.testing.assert_array_equal(scored.top_ids, row.top_ids)
+        np.testing.assert_allclose(scored.top_log_probs, row.top_log_probs, atol=1e-5)
+
+
+def with_answers(rows: Sequence[AnsweredRow]) -> list[Question]:
+    questions = {question.key: question for question in make_questions()}
+    return [replace(questions[row.key], answer_ids=row.answer_ids) for row in rows]
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -306,6 +329,9 @@ def test_two_workers_give_the_rows_of_one(source: Path) -> None:
     there = list(answer_on_workers(target, settings, batches, num_workers=2))
     assert len(there) == len(here)
     assert by_name(pa.concat_tables(there)) == by_name(pa.concat_tables(here))
+    rows = [with_answers(list(to_rows(table))) for table in here]
+    scored = list(answer_on_workers(target, settings, rows, num_workers=2))
+    assert by_name(pa.concat_tables(scored)) == by_name(pa.concat_tables(here))
     with pytest.raises(ValueError, match="99 workers of 1 CPU do not fit in the cluster's 8 CPU"):
         list(answer_on_workers(target, settings, batches, num_workers=99))
 
@@ -369,6 +395,54 @@ def test_the_job_goes_on_after_ctrl_c_and_gives_the_rows_of_a_whole_run(
     rows, wanted = list(read_answers(parts)), list(read_answers(whole))
     assert list(map(facts, rows)) == list(map(facts, wanted))
     assert [file.name for file in list_shards(parts)] == [f.name for f in list_shards(whole)]
+
+
+def test_the_job_scores_answers_that_are_there(arguments: list[str | Path], tmp_path: Path) -> None:
+    answers, scored = tmp_path / "answers", tmp_path / "scored"
+    assert main([*map(str, arguments), "--limit", "5", "--out", str(answers)]) == 0
+    options = [*map(str, arguments[:4]), "--score", *map(str, list_shards(answers))]
+    assert main([*options, "--top-log-probs", "3", "--out", str(scored)]) == 0
+    wanted = {row.key: row for row in read_answers(answers)}
+    for row in read_answers(scored):
+        assert row.answer_ids == wanted[row.key].answer_ids
+        np.testing.assert_array_equal(row.top_ids, wanted[row.key].top_ids)
+    assert len(list(read_answers(scored))) == 5
+
+
+@pytest.mark.parametrize(
+    ("extra", "complaint"),
+    [
+        ([], "say how many with --top-log-probs"),
+        (["--top-log-probs", "4", "--temperature", "1"], "--temperature has no effect with"),
+        (["--top-log-probs", "4", "--score", "none.jsonl"], "there is no file none.jsonl"),
+    ],
+)
+def test_options_that_do_not_fit_scoring_are_refused(
+    extra: list[str], complaint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"id": "a", "prompt_ids": [1], "answer_ids": [2]}')
+    with pytest.raises(ValueError, match=complaint):
+        options = parse_options(["--score", str(file), "--out", str(tmp_path / "out"), *extra])
+        read_answered(options.answered)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ('{"id": "a", "prompt_ids": [1]}', "has no id, prompt_ids and answer_ids"),
+        ('{"id": "a", "prompt_ids": [1], "answer_ids": []}', "must be lists of token ids"),
+        ('{"id": "a", "prompt_ids": [1], "answer_ids": ["x"]}', "must be lists of token ids"),
+        (2 * '{"id": "a", "prompt_ids": [1], "answer_ids": [2]}\n', "rows/a is there twice"),
+    ],
+)
+def test_bad_rows_to_score_are_refused_with_their_place(
+    row: str, complaint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(row)
+    with pytest.raises(ValueError, match=rf"rows.jsonl:\d.*{complaint}"):
+        read_answered([file])
 
 
 @pytest.mark.parametrize(

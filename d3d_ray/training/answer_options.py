@@ -61,6 +61,8 @@ class Options:
     """Of one copy of the target, where there are GPUs."""
     settings: AnswerSettings
     tasks: tuple[Task, ...]
+    answered: tuple[Path, ...]
+    """Files of answers to score, instead of tasks to answer."""
     thinking: bool | None
     """None = what the chat template does by itself."""
     out: Path
@@ -76,6 +78,7 @@ class Options:
             "max_context": self.target.max_context,
             "thinking": self.thinking,
             **asdict(self.settings),
+            **({"scored": True} if self.answered else {}),
         }
 
 
@@ -86,6 +89,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.score:
+        _check_scoring(args)
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file: give a folder")
     target, num_gpus = _find_target(args.preset, args.target, args.dtype)
@@ -101,12 +106,27 @@ def parse_options(arguments: Sequence[str]) -> Options:
             seed=args.seed,
             num_top=args.top_log_probs,
         ),
-        tasks=tuple(read_tasks(args.prompts, templates)[: args.limit]),
+        tasks=tuple(read_tasks(args.prompts or (), templates)[: args.limit]),
+        answered=tuple(args.score or ()),
         thinking=_THINKING.get(args.thinking, target.enable_thinking),
         out=args.out,
         batch_size=args.batch_size,
         num_workers=args.workers,
     )
+
+
+def _check_scoring(args: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for options that scoring has no use for."""
+    if not args.top_log_probs:
+        raise ValueError("--score keeps top log-probabilities: say how many with --top-log-probs")
+    own = AnswerSettings()
+    unused = {
+        **{name: getattr(own, name) for name in ("max_tokens", "temperature", "top_k", "top_p")},
+        **{"seed": own.seed, "thinking": "default", "templates": None, "limit": None},
+    }
+    for name, default in unused.items():
+        if getattr(args, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --score: leave it out")
 
 
 def _find_target(
@@ -131,13 +151,20 @@ def _make_parser() -> Parser:
     which.add_argument("--preset", help="preset or YAML file; None = smollm2-cpu")
     which.add_argument("--target", metavar="SOURCE", help="folder, hub name or embedded:NAME")
     add("--dtype", choices=["bfloat16", "float32", "float16"], help="None = the preset's, or bf16")
-    add(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--prompts",
         nargs="+",
         type=Path,
-        required=True,
         metavar="FILE",
         help='JSONL with "id", "dataset" and "turns"; the first turn is asked',
+    )
+    what.add_argument(
+        "--score",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="answers that are there, JSONL or Parquet: add the target's top log-probabilities",
     )
     add("--templates", type=Path, metavar="FILE", help='JSON like {"gsm8k": "{turn} Think."}')
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the shards")

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from d3d_ray.config import TargetConfig
 from d3d_ray.models.cache import SlotCache
 from d3d_ray.models.loading import load_target
-from d3d_ray.models.target import Target
+from d3d_ray.models.target import Target, check_token_ids
 from d3d_ray.records import Finish, Sampling
 from d3d_ray.sampling import NonFiniteLogitsError, noise_keys, perturb
 from d3d_ray.training.answer_options import AnswerSettings
@@ -84,11 +84,13 @@ class Answerer:
         return cls(model, settings)
 
     def answer(self, questions: Sequence[Question]) -> list[AnsweredRow]:
-        """Answers in the order of the questions.
+        """Answers in the order of the questions; those that have one are scored.
 
         Raises ``ValueError`` for a prompt that leaves no room in the context, and
         :class:`NonFiniteLogitsError` when the model breaks down.
         """
+        if any(question.answer_ids is not None for question in questions):
+            return [self._score(question) for question in questions]
         rows = [self._begin(question) for question in questions]
         batch = _Batch(self._target, [question.prompt_ids for question in questions])
         active = rows
@@ -104,6 +106,28 @@ class Answerer:
                 batch.extend(tokens, kept)
             active = [active[index] for index in kept]
         return [row.done() for row in rows]
+
+    @torch.inference_mode()
+    def _score(self, question: Question) -> AnsweredRow:
+        """The target's log-probabilities along an answer, in one forward pass."""
+        answer, target = question.answer_ids, self._target
+        assert answer
+        tokens = (*question.prompt_ids, *answer)
+        check_token_ids(tokens, target.vocab_size)
+        if len(tokens) > target.max_positions:
+            raise ValueError(
+                f"{'/'.join(question.key)} has {len(tokens)} tokens; the context is "
+                f"{target.max_positions}"
+            )
+        logits = target.model(
+            input_ids=torch.tensor([tokens[:-1]], device=target.device),
+            use_cache=False,
+            logits_to_keep=len(answer),
+        ).logits[0, :, : target.vocab_size]
+        row = _Row(question, self._settings.sampling(*question.key), len(answer), list(answer))
+        row.finish = Finish.STOP if answer[-1] in target.stop_ids else Finish.LENGTH
+        self._keep_top(logits.float(), [row] * len(answer))
+        return row.done()
 
     def _begin(self, question: Question) -> _Row:
         room = self._target.max_positions - len(question.prompt_ids)

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from d3d_ray.config import TargetConfig
 from d3d_ray.training.answer_options import AnswerSettings
 from d3d_ray.training.answering import Answerer
-from d3d_ray.training.answers_store import QUESTION_SCHEMA, to_table
+from d3d_ray.training.answers_store import WORK_SCHEMA, to_table
 from d3d_ray.training.questions import Question
 
 
@@ -71,9 +71,9 @@ def _resources(num_gpus: int, num_workers: int) -> dict[str, Any]:
 
 
 def _to_table(batch: Sequence[Question]) -> pa.Table:
-    names = QUESTION_SCHEMA.names
+    names = WORK_SCHEMA.names
     columns = {name: [getattr(question, name) for question in batch] for name in names}
-    return pa.table(columns, schema=QUESTION_SCHEMA)
+    return pa.table(columns, schema=WORK_SCHEMA)
 
 
 class _Worker:
@@ -82,7 +82,12 @@ class _Worker:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         questions = [
-            Question(id=row["id"], dataset=row["dataset"], prompt_ids=tuple(row["prompt_ids"]))
+            Question(
+                id=row["id"],
+                dataset=row["dataset"],
+                prompt_ids=tuple(row["prompt_ids"]),
+                answer_ids=None if row["answer_ids"] is None else tuple(row["answer_ids"]),
+            )
             for row in batch.to_pylist()
         ]
         return to_table(self._answerer.answer(questions))

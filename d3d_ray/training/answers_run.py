@@ -11,7 +11,7 @@ from d3d_ray.models.loading import load_config, load_tokenizer
 from d3d_ray.training.answer_options import Options
 from d3d_ray.training.answering import Answerer
 from d3d_ray.training.answers_store import AnswersStore, to_table
-from d3d_ray.training.questions import Question, make_batches, render
+from d3d_ray.training.questions import Question, make_batches, read_answered, render
 
 
 def answer_all(options: Options) -> None:
@@ -19,10 +19,7 @@ def answer_all(options: Options) -> None:
 
     Raises ``ValueError`` for what the target or the folder cannot take.
     """
-    tokenizer = load_tokenizer(options.target.source)
-    questions = _drop_long(
-        list(render(options.tasks, tokenizer, thinking=options.thinking)), _max_context(options)
-    )
+    questions = _drop_long(_read(options), _max_context(options))
     with AnswersStore(options.out, options.provenance) as store:
         batches = _missing(make_batches(questions, options.batch_size), store)
         num_missing = sum(map(len, batches))
@@ -35,6 +32,13 @@ def answer_all(options: Options) -> None:
                 bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed']:.0f} tokens/s")
                 bar.update(table.num_rows)
         print(f"{options.out}: {num_missing} rows answered now, {len(store)} in all")
+
+
+def _read(options: Options) -> list[Question]:
+    if options.answered:
+        return read_answered(options.answered)
+    tokenizer = load_tokenizer(options.target.source)
+    return list(render(options.tasks, tokenizer, thinking=options.thinking))
 
 
 def _answer(options: Options, batches: Sequence[Sequence[Question]]) -> Iterator[pa.Table]:
@@ -71,10 +75,14 @@ def _max_context(options: Options) -> int:
 
 
 def _drop_long(questions: Sequence[Question], max_context: int) -> list[Question]:
-    fitting = [question for question in questions if len(question.prompt_ids) < max_context]
+    fitting = [
+        question
+        for question in questions
+        if len(question.prompt_ids) + len(question.answer_ids or (0,)) <= max_context
+    ]
     if len(fitting) < len(questions):
         print(
-            f"{len(questions) - len(fitting)} of {len(questions)} prompts are left out: they fill "
+            f"{len(questions) - len(fitting)} of {len(questions)} rows are left out: they fill "
             f"the context of {max_context} tokens",
             file=sys.stderr,
         )

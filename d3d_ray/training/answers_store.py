@@ -32,8 +32,10 @@ _FORMAT = 1
 _TEMPORARY = ".writing-"
 _IDS = pa.list_(pa.int32())
 QUESTION_SCHEMA = pa.schema({"id": pa.string(), "dataset": pa.string(), "prompt_ids": _IDS})
-"""Of a table of prompts that are still to be answered."""
-_SCHEMA = pa.schema([*QUESTION_SCHEMA, ("answer_ids", _IDS), ("finish", pa.string())])
+"""What names a row."""
+WORK_SCHEMA = pa.schema([*QUESTION_SCHEMA, ("answer_ids", _IDS)])
+"""Of a table of prompts that are still to be answered; or their answers, to be scored."""
+_SCHEMA = pa.schema([*WORK_SCHEMA, ("finish", pa.string())])
 _TOP_FIELDS = (("top_ids", _IDS), ("top_log_probs", pa.list_(pa.float32())))
 
 RowKey = tuple[str, str]

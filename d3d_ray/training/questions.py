@@ -7,6 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from d3d_ray.training.files import read_records
+
 if TYPE_CHECKING:  # It takes seconds, and bad files are refused before.
     from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +31,8 @@ class Question:
     id: str
     dataset: str
     prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...] | None = None
+    """An answer that is there already, and is to be scored."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -59,6 +63,34 @@ def read_tasks(files: Iterable[Path], templates: Mapping[str, str]) -> list[Task
                     f"{where}: another question is called {task.dataset}/{task.id}: rename one"
                 )
     return list(tasks.values())
+
+
+def read_answered(files: Iterable[Path]) -> list[Question]:
+    """Read rows ``{"id", "dataset", "prompt_ids", "answer_ids"}``, JSONL or Parquet.
+
+    Raises ``ValueError`` with the place of what is malformed or there twice.
+    """
+    questions: dict[tuple[str, str], Question] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"--score: there is no file {file}")
+        for where, data in read_records(file):
+            match data:
+                case {"id": str() | int() as id_, "prompt_ids": [*prompt], "answer_ids": [*answer]}:
+                    question = Question(
+                        id=str(id_),
+                        dataset=str(data.get("dataset", file.stem)),
+                        prompt_ids=tuple(prompt),
+                        answer_ids=tuple(answer),
+                    )
+                case _:
+                    raise ValueError(f"{where} has no id, prompt_ids and answer_ids")
+            if not all(type(id_) is int and id_ >= 0 for id_ in (*prompt, *answer)) or not answer:
+                raise ValueError(f"{where}: prompt_ids and answer_ids must be lists of token ids")
+            if question.key in questions:
+                raise ValueError(f"{where}: {'/'.join(question.key)} is there twice: delete one")
+            questions[question.key] = question
+    return list(questions.values())
 
 
 def read_templates(file: Path) -> dict[str, str]:
