@@ -155,25 +155,28 @@ def rank_outcomes(
 
 
 def rank_foretold(
-    scores: torch.Tensor,  # [m + 1, vocab] fp32, of the drafter's AR head on the block's rows
+    scores: torch.Tensor,  # [m + 1, columns] fp32, of the drafter's AR head on the block's rows
     drafts: Sequence[int],
     num_guesses: int,
+    ids: torch.Tensor | None = None,  # [columns] int64, ascending
 ) -> list[Candidate]:
     """As :func:`rank_outcomes`, by what the drafter itself thinks of the block.
 
     Row k is its law behind k drafts: the chance of its own token there, and of every guess. First
     comes the outcome that would be if its own tokens were the target's, then the likeliest.
+    ``ids`` are the tokens of the columns; None = the column is the token.
     """
     assert len(scores) == len(drafts) + 1
-    own = scores.argmax(dim=-1).tolist()
-    foretold = next((k for k, draft in enumerate(drafts) if own[k] != draft), len(drafts))
     probs = scores.softmax(dim=-1)
-    best, ids = probs.topk(min(num_guesses + 1, probs.shape[-1]), dim=-1)
+    best, columns = probs.topk(min(num_guesses + 1, probs.shape[-1]), dim=-1)
+    likeliest = (columns if ids is None else ids[columns]).tolist()
+    foretold = next((k for k, draft in enumerate(drafts) if likeliest[k][0] != draft), len(drafts))
+    chances_kept = _chances(probs, drafts, ids)
     candidates = []
     reached = 1.0
-    for k, (chances, tokens) in enumerate(zip(best.tolist(), ids.tolist(), strict=True)):
+    for k, (chances, tokens) in enumerate(zip(best.tolist(), likeliest, strict=True)):
         draft = drafts[k] if k < len(drafts) else None
-        kept = 0.0 if draft is None else float(probs[k, draft])
+        kept = 0.0 if draft is None else chances_kept[k]
         left = 1.0 - kept
         guesses = [(t, c) for t, c in zip(tokens, chances, strict=True) if t != draft]
         for token, chance in guesses[:num_guesses]:
@@ -182,8 +185,24 @@ def rank_foretold(
         candidates.append(Candidate(k, None, reached * max(left, 0.0)))
         reached *= kept
     return sorted(
-        candidates, key=lambda c: ((c.k, c.guess) != (foretold, own[foretold]), -c.chance)
+        candidates, key=lambda c: ((c.k, c.guess) != (foretold, likeliest[foretold][0]), -c.chance)
     )
+
+
+def _chances(
+    probs: torch.Tensor,  # [rows, columns]
+    tokens: Sequence[int],  # the token of row i is tokens[i]; rows behind them are left out
+    ids: torch.Tensor | None,  # [columns] int64, ascending
+) -> list[float]:
+    """The chance of each token in its row; 0 for one without a column."""
+    columns = wanted = torch.tensor(tokens, dtype=torch.int64, device=probs.device)
+    if ids is not None:
+        columns = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
+    chances = probs[: len(tokens)].gather(-1, columns[:, None])[:, 0]
+    if ids is not None:
+        chances = chances * (ids[columns] == wanted)
+    result: list[float] = chances.tolist()
+    return result
 
 
 # Tokens that a round gives beyond t*, roughly, when its drafts were made for (k, t*), for k and

@@ -152,6 +152,16 @@ def test_foretold_outcomes_share_out_all_chance_and_leave_out_the_rejected_draft
     assert (candidates[0].k, candidates[0].guess) == (expected, own[expected])
 
 
+def test_outcomes_foretold_by_a_trimmed_head_are_those_of_one_that_never_gives_the_rest() -> None:
+    ids = torch.tensor([1, 4, 5, 9, 13, 17])
+    trimmed = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 3
+    scores = torch.full((4, 20), -torch.inf)
+    scores[:, ids] = trimmed
+    drafts = (4, 9, 2)  # 2 cannot be drafted by this head.
+    expected = rank_foretold(scores, drafts, num_guesses=2)
+    assert rank_foretold(trimmed, drafts, num_guesses=2, ids=ids) == expected
+
+
 def test_a_drafter_without_guesses_is_asked_again_when_the_policy_is_jit() -> None:
     target = ToyTarget(sees_all=True)
     for policy, kind in (("soft", "soft"), ("jit", "jit")):

@@ -14,7 +14,7 @@ _LEAST_CHANCE = 0.02
 class _LookaheadPlan(PackedPlan):
     def _foretell(self, board: Board, reading: Reading) -> list[Candidate]:
         drafts = board.work.drafts or ()
-        candidates = rank_foretold(reading.scores, drafts, self._make.num_guesses)
+        candidates = rank_foretold(reading.scores, drafts, self._make.num_guesses, reading.ids)
         board.foretold = candidates[0].k, candidates[0].guess
         return candidates
 

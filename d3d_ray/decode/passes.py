@@ -25,7 +25,9 @@ class Reading:
     """What the AR head says of a chain of clean tokens."""
 
     scores: torch.Tensor
-    """[tokens + 1, vocab] fp32; the argmax of row i is the drafter's own token behind i of them."""
+    """[tokens + 1, columns] fp32; the best of row i is the drafter's own token behind i of them."""
+    ids: torch.Tensor | None
+    """[columns] int64, ascending: the token of each column; None = the column is the token."""
     num_rows: int
     """Rows of the pass."""
 
@@ -86,8 +88,8 @@ class Passes:
             bonus = _NO_TOKEN if candidate.guess is None else candidate.guess
             known = (*work.tokens, *drafts[: candidate.k], bonus)
             board.lines[candidate.k, candidate.guess] = self._line(logits, work, known)
-        logits = self._spread(parts[0])
-        return Reading(self._scores(logits, work, work.tokens, drafts), num_rows)
+        scores = self._scores(parts[0], work, work.tokens, drafts)
+        return Reading(scores, self._ids(scores), num_rows)
 
     def repair(self, work: Work, known: tuple[int, ...], line: Line) -> tuple[Line, int]:
         """Read the line's drafts behind ``known``; from the first doubt on draft anew.
@@ -114,8 +116,7 @@ class Passes:
         rows = range(first - num_cached, len(clean) - num_cached)
         parts, num_rows = self._run(work, clean, num_cached, shapes, rows)
         read = line.drafts[line.num_checked :]
-        scores = self._scores(self._spread(parts[0]), work, clean[: first + 1], read)
-        best = scores.topk(self.num_guesses + 1, dim=-1).indices.tolist()
+        best = self._best(self._scores(parts[0], work, clean[: first + 1], read))
         num_agreed = next(
             (i for i, draft in enumerate(read) if best[i][0] != draft),
             len(read),
@@ -157,13 +158,28 @@ class Passes:
         known: tuple[int, ...],
     ) -> Line:
         """The drafts behind ``known``, whose last token may be unknown."""
-        scores = self._scores(logits, work, known, None)
-        ids = scores.topk(self.num_guesses + 1, dim=-1).indices
-        if scores.shape[-1] < self.model.vocab_size:
-            assert self.model.draft_ids is not None
-            ids = self.model.draft_ids.to(ids.device)[ids]
-        best = ids.tolist()
+        best = self._best(self._scores(logits, work, known, None))
         return Line(tuple(row[0] for row in best), tuple(tuple(row[1:]) for row in best))
+
+    def _best(
+        self,
+        scores: torch.Tensor,  # [rows, vocab or drafted ids]
+    ) -> list[list[int]]:
+        """The best token of each row, and its runners-up."""
+        columns = scores.topk(self.num_guesses + 1, dim=-1).indices
+        ids = self._ids(scores)
+        tokens: list[list[int]] = (columns if ids is None else ids[columns]).tolist()
+        return tokens
+
+    def _ids(
+        self,
+        scores: torch.Tensor,  # [rows, vocab or drafted ids]
+    ) -> torch.Tensor | None:  # [columns]
+        """The token of each column where the head is trimmed; None = the column is the token."""
+        ids = self.model.draft_ids
+        if ids is None or scores.shape[-1] == self.model.vocab_size:
+            return None
+        return ids.to(scores.device)
 
     def _scores(
         self,
@@ -199,9 +215,9 @@ class Passes:
         self,
         logits: torch.Tensor,  # [rows, vocab or drafted ids]
     ) -> torch.Tensor:  # [rows, vocab]; -inf for what cannot be drafted
-        ids = self.model.draft_ids
-        if ids is None or logits.shape[-1] == self.model.vocab_size:
+        ids = self._ids(logits)
+        if ids is None:
             return logits
         full = logits.new_full((len(logits), self.model.vocab_size), -torch.inf)
-        full[:, ids.to(logits.device)] = logits
+        full[:, ids] = logits
         return full

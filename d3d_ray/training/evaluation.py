@@ -115,6 +115,8 @@ class TeacherForced:
     """Acceptance length of blocks of masks alone."""
     ar_accuracy: float
     """Of the next-token head on the clean tokens."""
+    foretold_share: float
+    """Of outcomes (k, t*) of seeded blocks: the head tells them whole from the block's drafts."""
     draft_accuracies: list[float]
     """Share of drafts that are right at each place of a block, whatever the ones before."""
 
@@ -125,6 +127,7 @@ def teacher_forced(drafter: DrafterModel, documents: Sequence[Document]) -> Teac
     lengths: dict[bool, list[int]] = {True: [], False: []}
     clean: list[torch.Tensor] = []
     drafts: list[list[bool]] = []
+    foretold: list[bool] = []
     for index, document in enumerate(documents):
         for is_seeded in (True, False):
             row = lay_out(
@@ -135,15 +138,18 @@ def teacher_forced(drafter: DrafterModel, documents: Sequence[Document]) -> Teac
                 rng=Random(index),
             )
             is_right = judge(drafter, row)
-            blocks = [is_right[b.rows].tolist() for b in whole_blocks(row, shape)]
+            whole = whole_blocks(row, shape)
+            blocks = [is_right[b.rows].tolist() for b in whole]
             lengths[is_seeded] += [1 + count_leading(block) for block in blocks]
             if is_seeded:
                 clean.append(is_right[(row.block < 0) & (row.labels != IGNORED)])
                 drafts += blocks
+                foretold += [_is_foretold(row, is_right, block) for block in whole]
     return TeacherForced(
         known_anchor=_mean(lengths[True]),
         mask_first=_mean(lengths[False]),
         ar_accuracy=float(torch.cat(clean).float().mean()),
+        foretold_share=_mean(foretold),
         draft_accuracies=[_mean(column) for column in zip(*drafts, strict=True)],
     )
 
@@ -195,6 +201,17 @@ def whole_blocks(row: TrainingRow, shape: BlockShape) -> list[WholeBlock]:
             rows = rows[1:]
         blocks.append(WholeBlock(is_seeded=is_seeded, rows=rows))
     return blocks
+
+
+def _is_foretold(row: TrainingRow, is_right: torch.Tensor, block: WholeBlock) -> bool:
+    """Whether the next-token head is right behind the anchor and all drafts that are kept.
+
+    Then it agrees with those drafts, differs from the first wrong one, and gives t*: all these
+    tokens are the answer's own, so the clean rows tell it.
+    """
+    anchor = int(row.end_column[block.rows[-1]]) - 1
+    k = count_leading(is_right[block.rows].tolist())
+    return bool(is_right[anchor : anchor + k + 1].all())
 
 
 def count_leading(block: list[bool]) -> int:

@@ -144,6 +144,7 @@ class Critic:
             "teacher_forced": forced.known_anchor,
             "teacher_forced_mask_first": forced.mask_first,
             "ar_accuracy": forced.ar_accuracy,
+            "foretold_share": forced.foretold_share,
             "draft_accuracies": forced.draft_accuracies,
             "alarm": is_low,
         }
