@@ -110,7 +110,7 @@ def test_a_repaired_line_is_what_the_network_says_alone(
     num_checked = min(num_checked, num_drafts)
     line = Line(tuple(drafts), ((),) * num_drafts, num_checked)
     passes = Passes(drafter, is_noise_shared=True, num_guesses=2)
-    repaired, _ = passes.repair(work, PROMPT, line)
+    repaired, _ = passes.repair(work, PROMPT, line, max_rows=64)
 
     place = min(doubt, num_drafts)
     head = own[: place + 1]
@@ -125,6 +125,12 @@ def test_a_repaired_line_is_what_the_network_says_alone(
     ):
         assert len(runners) == 2 and draft not in runners
 
+    num_clean = 1 + num_drafts - num_checked
+    tight, num_rows = passes.repair(work, PROMPT, line, max_rows=num_clean + 12)
+    assert num_rows <= num_clean + 12
+    assert len(tight.drafts) in (place + 1, 7)
+    assert tight.drafts == repaired.drafts[: len(tight.drafts)]
+
 
 def test_a_line_without_doubts_stays_as_it_is() -> None:
     drafter = tiny_drafter("llama", block_size=4)
@@ -134,9 +140,9 @@ def test_a_line_without_doubts_stays_as_it_is() -> None:
     passes = Passes(drafter, is_noise_shared=True, num_guesses=1)
     line = Line((), ())
     for _ in range(4):
-        line, _ = passes.repair(work, PROMPT, line)
+        line, _ = passes.repair(work, PROMPT, line, max_rows=64)
     assert line.num_checked == 3
-    assert passes.repair(work, PROMPT, line)[0].drafts == line.drafts
+    assert passes.repair(work, PROMPT, line, max_rows=64)[0].drafts == line.drafts
 
 
 def test_foretold_outcomes_share_out_all_chance_and_leave_out_the_rejected_draft() -> None:

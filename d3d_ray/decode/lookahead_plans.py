@@ -34,9 +34,9 @@ class GlueFirstPlan(_LookaheadPlan):
 class AnytimePlan(_LookaheadPlan):
     """Passes go on until the outcome comes: the drafter speculates on itself.
 
-    The first pass drafts for all outcomes and foretells them with the AR head. Each further one
-    takes the likeliest outcome whose drafts the AR head has not read to their end, reads them, and
-    drafts anew from the first doubt on.
+    The first pass drafts for all outcomes, and lets the AR head foretell them. The second drafts
+    for those foretold. Each further one repairs: it takes the likeliest outcome whose drafts the
+    AR head has not read to their end, reads them, and drafts anew from the first doubt on.
     """
 
     def __init__(
@@ -56,8 +56,12 @@ class AnytimePlan(_LookaheadPlan):
     def _passes(self, board: Board, drafts: tuple[int, ...]) -> Iterator[Offer]:
         reading = self._draft(board, self._rank(board))
         yield board.offer(reading.num_rows)
+        if self._max_passes == 1:
+            return
         foretold = self._foretell(board, reading)
-        for _ in range(1, self._max_passes):
+        new = [c for c in foretold if (c.k, c.guess) not in board.lines]
+        yield board.offer(self._draft(board, new).num_rows)
+        for _ in range(2, self._max_passes):
             candidate = self._next_to_repair(board.lines, foretold)
             if candidate is None:
                 return
@@ -65,7 +69,9 @@ class AnytimePlan(_LookaheadPlan):
             assert token is not None
             line = board.lines.get((k, token)) or board.lines.get((k, None)) or Line((), ())
             known = (*board.work.tokens, *drafts[:k], token)
-            board.lines[k, token], num_rows = self._make.repair(board.work, known, line)
+            board.lines[k, token], num_rows = self._make.repair(
+                board.work, known, line, max_rows=self._max_rows
+            )
             yield board.offer(num_rows)
 
     def _next_to_repair(

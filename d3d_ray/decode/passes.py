@@ -91,12 +91,15 @@ class Passes:
         scores = self._scores(parts[0], work, work.tokens, drafts)
         return Reading(scores, self._ids(scores), num_rows)
 
-    def repair(self, work: Work, known: tuple[int, ...], line: Line) -> tuple[Line, int]:
+    def repair(
+        self, work: Work, known: tuple[int, ...], line: Line, *, max_rows: int
+    ) -> tuple[Line, int]:
         """Read the line's drafts behind ``known``; from the first doubt on draft anew.
 
         The same pass has the continuation behind every draft, so the AR head's own token at the
-        doubt is followed by drafts that were made behind all that it agreed with. Returns the
-        new line and the rows of the pass.
+        doubt is followed by drafts that were made behind all that it agreed with. What does not
+        fit into ``max_rows`` is left out from the end, and behind a late doubt the line then
+        ends. Returns the new line and the rows of the pass.
         """
         model, shift = self.model, self.model.label_shift
         first = len(known) + line.num_checked - 1
@@ -113,6 +116,9 @@ class Passes:
             )
             for place in places
         ]
+        num_free = max_rows - (len(clean) - num_cached)
+        while len(shapes) > 1 and sum(shape.num_rows for shape in shapes) > num_free:
+            shapes.pop()
         rows = range(first - num_cached, len(clean) - num_cached)
         parts, num_rows = self._run(work, clean, num_cached, shapes, rows)
         read = line.drafts[line.num_checked :]
@@ -128,7 +134,7 @@ class Passes:
         if place < num_drafts:
             drafts += (best[num_agreed][0],)
             runners += (tuple(best[num_agreed][1:]),)
-        if place < num_drafts - 1:
+        if num_agreed < len(shapes) and place < num_drafts - 1:
             tail = self._line(parts[1 + num_agreed], work, known + drafts)
             drafts, runners = drafts + tail.drafts, runners + tail.runners
         return Line(drafts, runners, min(place + 1, num_drafts)), num_rows
