@@ -1,5 +1,6 @@
 """Answers by the target: batches, seeds, soft targets, shards, workers and the job."""
 
+import gzip
 import json
 import os
 import signal
@@ -256,7 +257,7 @@ def test_a_folder_refuses_other_settings_other_prompts_and_a_second_writer(tmp_p
     with AnswersStore(tmp_path, {"target": "t"}) as store:
         assert store.holds(("d", "a"), (1, 2, 70_000))
         assert not store.holds(("e", "a"), (1, 2, 70_000))
-        with pytest.raises(ValueError, match=r"'d/a' in .* answers another prompt"):
+        with pytest.raises(ValueError, match=r"'d/a' in .* is of another prompt or answer"):
             store.holds(("d", "a"), (1, 2))
         with pytest.raises(ValueError, match="another run is writing"):
             AnswersStore(tmp_path, {"target": "t"})
@@ -397,7 +398,9 @@ def test_the_job_goes_on_after_ctrl_c_and_gives_the_rows_of_a_whole_run(
     assert [file.name for file in list_shards(parts)] == [f.name for f in list_shards(whole)]
 
 
-def test_the_job_scores_answers_that_are_there(arguments: list[str | Path], tmp_path: Path) -> None:
+def test_the_job_scores_answers_that_are_there(
+    arguments: list[str | Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answers, scored = tmp_path / "answers", tmp_path / "scored"
     assert main([*map(str, arguments), "--limit", "5", "--out", str(answers)]) == 0
     options = [*map(str, arguments[:4]), "--score", *map(str, list_shards(answers))]
@@ -407,6 +410,11 @@ def test_the_job_scores_answers_that_are_there(arguments: list[str | Path], tmp_
         assert row.answer_ids == wanted[row.key].answer_ids
         np.testing.assert_array_equal(row.top_ids, wanted[row.key].top_ids)
     assert len(list(read_answers(scored))) == 5
+    other = {"id": "0", "dataset": "prompts", "prompt_ids": [4, 5], "answer_ids": [6]}
+    (tmp_path / "other.jsonl").write_text(json.dumps(other))
+    options[options.index("--score") + 1 :] = [str(tmp_path / "other.jsonl")]
+    assert main([*options, "--top-log-probs", "3", "--out", str(scored)]) == 2
+    assert "is of another prompt or answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -414,7 +422,10 @@ def test_the_job_scores_answers_that_are_there(arguments: list[str | Path], tmp_
     [
         ([], "say how many with --top-log-probs"),
         (["--top-log-probs", "4", "--temperature", "1"], "--temperature has no effect with"),
-        (["--top-log-probs", "4", "--score", "none.jsonl"], "there is no file none.jsonl"),
+        (
+            ["--top-log-probs", "4", "--score", "none.jsonl"],
+            "no .jsonl.* file matches 'none.jsonl'",
+        ),
     ],
 )
 def test_options_that_do_not_fit_scoring_are_refused(
@@ -427,11 +438,19 @@ def test_options_that_do_not_fit_scoring_are_refused(
         read_answered(options.answered)
 
 
+def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"id": "a", "prompt_ids": [1], "answer_ids": [2]}')[:-9])
+    with pytest.raises(ValueError, match=r"rows.jsonl.gz cannot be read"):
+        read_answered([str(file)])
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
         ('{"id": "a", "prompt_ids": [1]}', "has no id, prompt_ids and answer_ids"),
-        ('{"id": "a", "prompt_ids": [1], "answer_ids": []}', "must be lists of token ids"),
+        ('{"id": "a", "prompt_ids": [1], "answer_ids": []}', "needs a prompt and an answer"),
+        ('{"id": "a", "prompt_ids": [], "answer_ids": [1]}', "needs a prompt and an answer"),
         ('{"id": "a", "prompt_ids": [1], "answer_ids": ["x"]}', "must be lists of token ids"),
         (2 * '{"id": "a", "prompt_ids": [1], "answer_ids": [2]}\n', "rows/a is there twice"),
     ],
@@ -442,7 +461,7 @@ def test_bad_rows_to_score_are_refused_with_their_place(
     file = tmp_path / "rows.jsonl"
     file.write_text(row)
     with pytest.raises(ValueError, match=rf"rows.jsonl:\d.*{complaint}"):
-        read_answered([file])
+        read_answered([str(file)])
 
 
 @pytest.mark.parametrize(

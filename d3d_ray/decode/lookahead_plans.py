@@ -59,8 +59,14 @@ class AnytimePlan(_LookaheadPlan):
         if self._max_passes == 1:
             return
         foretold = self._foretell(board, reading)
-        new = [c for c in foretold if (c.k, c.guess) not in board.lines]
-        yield board.offer(self._draft(board, new).num_rows)
+        new = [
+            candidate
+            for candidate in foretold
+            if candidate.chance >= _LEAST_CHANCE
+            and (candidate.k, candidate.guess) not in board.lines
+        ]
+        if new:
+            yield board.offer(self._draft(board, new).num_rows)
         for _ in range(2, self._max_passes):
             candidate = self._next_to_repair(board.lines, foretold)
             if candidate is None:

@@ -62,7 +62,8 @@ class Passes:
     def draft(self, board: Board, candidates: Sequence[Candidate], *, max_rows: int) -> Reading:
         """One packed pass: the block under verification is read, and branches are drafted.
 
-        As many of the candidates as fit into ``max_rows``, the clean rows included.
+        As many of the candidates as fit into ``max_rows``, the clean rows included, and one in any
+        case.
         """
         work, model = board.work, self.model
         drafts = work.drafts or ()
@@ -159,7 +160,7 @@ class Passes:
 
     def _line(
         self,
-        logits: torch.Tensor,  # [drafts, vocab]
+        logits: torch.Tensor,  # [drafts, vocab or drafted ids]
         work: Work,
         known: tuple[int, ...],
     ) -> Line:

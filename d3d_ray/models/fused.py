@@ -22,7 +22,7 @@ class FusedBackbone(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         backbone = model.model
-        self._norm = backbone.norm
+        self._last_norm = backbone.norm
         self._rotary = backbone.rotary_emb
         config = model.config
         self._num_groups: int = config.num_attention_heads // config.num_key_value_heads
@@ -47,7 +47,7 @@ class FusedBackbone(nn.Module):
         rows = hidden[0]
         for layer in self.layers:
             rows = layer(rows, cos, sin, bias, cache)
-        normed: torch.Tensor = _norm(rows, self._norm)
+        normed: torch.Tensor = _norm(rows, self._last_norm)
         return normed[None]
 
 
@@ -89,7 +89,7 @@ class _FusedLayer(nn.Module):
     def _attend(
         self,
         qkv: torch.Tensor,  # [rows, (heads + 2 · kv heads) · head_dim]
-        cos: torch.Tensor,
+        cos: torch.Tensor,  # as in forward
         sin: torch.Tensor,
         bias: torch.Tensor,
         cache: Cache,
@@ -118,7 +118,10 @@ class _FusedLayer(nn.Module):
         return by_head.transpose(0, 1).reshape(num_rows, -1)
 
 
-def _norm(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
+def _norm(
+    hidden: torch.Tensor,  # [..., size]
+    norm: Any,
+) -> torch.Tensor:  # [..., size]
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 

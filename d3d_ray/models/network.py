@@ -42,7 +42,8 @@ class DrafterNetwork(nn.Module):
         self.mask_token_id = mask_token_id
         self.mask_embedding = nn.Parameter(mask_embedding.detach().clone())
         self.trimmed_head: nn.Linear | None = None
-        self.draft_ids: torch.Tensor | None = None
+        self.draft_ids: torch.Tensor | None
+        self.register_buffer("draft_ids", None, persistent=False)
         """[drafted ids] int64, ascending: what the columns of the logits stand for; None = all."""
         self._fused: FusedBackbone | None = None
 
@@ -92,6 +93,7 @@ class DrafterNetwork(nn.Module):
 
     def fuse(self) -> None:
         """Make the layers quick to serve: they can no longer be trained or saved."""
+        assert self._fused is None, "the layers are fused already"
         self._fused = FusedBackbone(self.model)
         if self.trimmed_head is not None:
             del self.model.lm_head
@@ -103,7 +105,7 @@ class DrafterNetwork(nn.Module):
         """Draft only these tokens. The head's rows are copied, and must stay as they are."""
         head = self.model.lm_head
         assert head.bias is None and int(draft_ids[-1]) < len(head.weight)
-        self.draft_ids = draft_ids
+        self.draft_ids = draft_ids.to(head.weight.device)
         with torch.device("meta"):
             self.trimmed_head = nn.Linear(head.in_features, len(draft_ids), bias=False)
         rows = head.weight.detach()[draft_ids.to(head.weight.device)].clone()

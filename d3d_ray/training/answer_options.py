@@ -61,7 +61,7 @@ class Options:
     """Of one copy of the target, where there are GPUs."""
     settings: AnswerSettings
     tasks: tuple[Task, ...]
-    answered: tuple[Path, ...]
+    answered: tuple[str, ...]
     """Files of answers to score, instead of tasks to answer."""
     thinking: bool | None
     """None = what the chat template does by itself."""
@@ -72,13 +72,12 @@ class Options:
     @property
     def provenance(self) -> dict[str, Any]:
         """What all rows of a folder have in common."""
+        own = {"thinking": self.thinking, **asdict(self.settings)}
         return {
             "target": self.target.source,
             "dtype": self.target.dtype,
             "max_context": self.target.max_context,
-            "thinking": self.thinking,
-            **asdict(self.settings),
-            **({"scored": True} if self.answered else {}),
+            **({"scored": True, "num_top": self.settings.num_top} if self.answered else own),
         }
 
 
@@ -162,7 +161,6 @@ def _make_parser() -> Parser:
     what.add_argument(
         "--score",
         nargs="+",
-        type=Path,
         metavar="FILE",
         help="answers that are there, JSONL or Parquet: add the target's top log-probabilities",
     )

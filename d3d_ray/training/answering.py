@@ -18,6 +18,9 @@ from d3d_ray.training.answer_options import AnswerSettings
 from d3d_ray.training.answers_store import AnsweredRow
 from d3d_ray.training.questions import Question
 
+_ROWS_AT_ONCE = 256
+"""Whose fp32 logits are in memory together, when answers are scored."""
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -84,12 +87,12 @@ class Answerer:
         return cls(model, settings)
 
     def answer(self, questions: Sequence[Question]) -> list[AnsweredRow]:
-        """Answers in the order of the questions; those that have one are scored.
+        """Answers in the order of the questions; where all have one, they are scored.
 
         Raises ``ValueError`` for a prompt that leaves no room in the context, and
         :class:`NonFiniteLogitsError` when the model breaks down.
         """
-        if any(question.answer_ids is not None for question in questions):
+        if all(question.answer_ids is not None for question in questions):
             return [self._score(question) for question in questions]
         rows = [self._begin(question) for question in questions]
         batch = _Batch(self._target, [question.prompt_ids for question in questions])
@@ -113,20 +116,20 @@ class Answerer:
         answer, target = question.answer_ids, self._target
         assert answer
         tokens = (*question.prompt_ids, *answer)
-        check_token_ids(tokens, target.vocab_size)
-        if len(tokens) > target.max_positions:
-            raise ValueError(
-                f"{'/'.join(question.key)} has {len(tokens)} tokens; the context is "
-                f"{target.max_positions}"
-            )
+        try:
+            check_token_ids(tokens, target.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{'/'.join(question.key)}: {error}") from error
         logits = target.model(
             input_ids=torch.tensor([tokens[:-1]], device=target.device),
             use_cache=False,
             logits_to_keep=len(answer),
         ).logits[0, :, : target.vocab_size]
-        row = _Row(question, self._settings.sampling(*question.key), len(answer), list(answer))
+        row = self._begin(question)
+        row.tokens = list(answer)
         row.finish = Finish.STOP if answer[-1] in target.stop_ids else Finish.LENGTH
-        self._keep_top(logits.float(), [row] * len(answer))
+        for piece in logits.split(_ROWS_AT_ONCE):
+            self._keep_top(piece.float(), [row] * len(piece))
         return row.done()
 
     def _begin(self, question: Question) -> _Row:
@@ -153,12 +156,7 @@ class Answerer:
             ]
             scores = perturb(logits, torch.cat(keys), rows[0].sampling)
         best, tokens = scores.max(dim=-1)
-        if not bool(torch.isfinite(best).all()):
-            wrong = int((~torch.isfinite(best)).nonzero()[0])
-            raise NonFiniteLogitsError(
-                f"the model gave NaN or infinite logits for {'/'.join(rows[wrong].question.key)} "
-                f"at position {rows[wrong].position}"
-            )
+        _check_finite(best, rows)
         return tokens
 
     def _keep_top(
@@ -167,11 +165,24 @@ class Answerer:
         rows: Sequence[_Row],
     ) -> None:
         log_probs, ids = logits.log_softmax(dim=-1).topk(self._settings.num_top, dim=-1)
+        _check_finite(log_probs[:, 0], rows)
         for row, row_ids, row_log_probs in zip(
             rows, ids.cpu().numpy(), log_probs.cpu().numpy(), strict=True
         ):
             row.top_ids.append(row_ids)
             row.top_log_probs.append(row_log_probs)
+
+
+def _check_finite(
+    best: torch.Tensor,  # [rows]
+    rows: Sequence[_Row],
+) -> None:
+    if not bool(torch.isfinite(best).all()):
+        wrong = rows[int((~torch.isfinite(best)).nonzero()[0])]
+        raise NonFiniteLogitsError(
+            f"the model gave NaN or infinite logits for {'/'.join(wrong.question.key)} "
+            f"at position {wrong.position}"
+        )
 
 
 class _Batch:

@@ -62,7 +62,7 @@ def _answer(options: Options, batches: Sequence[Sequence[Question]]) -> Iterator
 
 def _missing(batches: Sequence[Sequence[Question]], store: AnswersStore) -> list[list[Question]]:
     rest = [
-        [question for question in batch if not store.holds(question.key, question.prompt_ids)]
+        [q for q in batch if not store.holds(q.key, q.prompt_ids + (q.answer_ids or ()))]
         for batch in batches
     ]
     return [batch for batch in rest if batch]

@@ -32,14 +32,13 @@ _FORMAT = 1
 _TEMPORARY = ".writing-"
 _IDS = pa.list_(pa.int32())
 QUESTION_SCHEMA = pa.schema({"id": pa.string(), "dataset": pa.string(), "prompt_ids": _IDS})
-"""What names a row."""
+"""What a row is asked, and its name."""
 WORK_SCHEMA = pa.schema([*QUESTION_SCHEMA, ("answer_ids", _IDS)])
 """Of a table of prompts that are still to be answered; or their answers, to be scored."""
 _SCHEMA = pa.schema([*WORK_SCHEMA, ("finish", pa.string())])
 _TOP_FIELDS = (("top_ids", _IDS), ("top_log_probs", pa.list_(pa.float32())))
 
-RowKey = tuple[str, str]
-"""Dataset and id."""
+RowKey = tuple[str, str]  # dataset and id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,10 +148,11 @@ class AnswersStore:
             self._check_settings(settings)
             for file in folder.glob(f"{_TEMPORARY}*"):
                 file.unlink()
-            self._prompts: dict[RowKey, bytes] = {}
+            self._columns = (WORK_SCHEMA if settings.get("scored") else QUESTION_SCHEMA).names
+            self._asked: dict[RowKey, bytes] = {}
             self._num_shards = 0
             for file in list_shards(folder):
-                self._enter(file, read_shard(file, QUESTION_SCHEMA.names))
+                self._enter(file, read_shard(file, self._columns))
         except BaseException:
             self.close()
             raise
@@ -168,15 +168,18 @@ class AnswersStore:
         self._closing.close()
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._asked)
 
-    def holds(self, key: RowKey, prompt_ids: tuple[int, ...]) -> bool:
-        """Whether the row is answered. Raises ``ValueError`` when it was asked in other words."""
-        known = self._prompts.get(key)
-        if known is not None and known != _digest_ids(prompt_ids):
+    def holds(self, key: RowKey, ids: tuple[int, ...]) -> bool:
+        """Whether the row of this prompt (with the answer, if that is scored) is there.
+
+        Raises ``ValueError`` when there is another one of this name.
+        """
+        known = self._asked.get(key)
+        if known is not None and known != _digest_ids(ids):
             raise ValueError(
-                f"row {'/'.join(key)!r} in {self.folder} answers another prompt: use the same "
-                "prompts, templates and --thinking as before, or another folder"
+                f"row {'/'.join(key)!r} in {self.folder} is of another prompt or answer: use the "
+                "files, templates and --thinking of before, or another folder"
             )
         return known is not None
 
@@ -191,14 +194,14 @@ class AnswersStore:
         return file
 
     def _enter(self, file: Path, table: pa.Table) -> None:
-        rows = table.select(QUESTION_SCHEMA.names).to_pylist()
+        rows = table.select(self._columns).to_pylist()
         for row in rows:
             key = row["dataset"], row["id"]
-            if key in self._prompts:
+            if key in self._asked:
                 raise ValueError(
                     f"row {'/'.join(key)!r} is answered twice, the second time in {file}: delete it"
                 )
-            self._prompts[key] = _digest_ids(row["prompt_ids"])
+            self._asked[key] = _digest_ids(row["prompt_ids"] + row.get("answer_ids", []))
         self._num_shards = int(file.stem.split("-")[1]) + 1
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:

@@ -144,7 +144,8 @@ def teacher_forced(drafter: DrafterModel, documents: Sequence[Document]) -> Teac
             if is_seeded:
                 clean.append(is_right[(row.block < 0) & (row.labels != IGNORED)])
                 drafts += blocks
-                foretold += [_is_foretold(row, is_right, block) for block in whole]
+                told = [_is_foretold(row, is_right, block) for block in whole]
+                foretold += [is_told for is_told in told if is_told is not None]
     return TeacherForced(
         known_anchor=_mean(lengths[True]),
         mask_first=_mean(lengths[False]),
@@ -172,7 +173,7 @@ def judge(drafter: DrafterModel, row: TrainingRow) -> torch.Tensor:  # [rows] bo
             logits[:, drafter.mask_token_id : drafter.mask_token_id + 1] = -torch.inf
             tokens = logits.argmax(dim=-1).cpu()
         else:
-            tokens = drafter.draft_ids[logits.argmax(dim=-1).cpu()]
+            tokens = drafter.draft_ids[logits.argmax(dim=-1)].cpu()
     is_right = torch.zeros(len(row.labels), dtype=torch.bool)
     is_right[at] = tokens == row.labels[at]
     return is_right
@@ -203,14 +204,20 @@ def whole_blocks(row: TrainingRow, shape: BlockShape) -> list[WholeBlock]:
     return blocks
 
 
-def _is_foretold(row: TrainingRow, is_right: torch.Tensor, block: WholeBlock) -> bool:
+def _is_foretold(
+    row: TrainingRow,
+    is_right: torch.Tensor,  # [rows] bool
+    block: WholeBlock,
+) -> bool | None:
     """Whether the next-token head is right behind the anchor and all drafts that are kept.
 
     Then it agrees with those drafts, differs from the first wrong one, and gives t*: all these
-    tokens are the answer's own, so the clean rows tell it.
+    tokens are the answer's own, so the clean rows tell it. None where the answer ends before t*.
     """
     anchor = int(row.end_column[block.rows[-1]]) - 1
     k = count_leading(is_right[block.rows].tolist())
+    if int(row.labels[anchor + k]) == IGNORED:
+        return None
     return bool(is_right[anchor : anchor + k + 1].all())
 
 

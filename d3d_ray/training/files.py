@@ -3,6 +3,7 @@
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def find_files(patterns: str) -> list[Path]:
         inside = [file for folder in found if folder.is_dir() for file in folder.iterdir()]
         fitting = [file for file in (*found, *inside) if file.name.endswith(_SUFFIXES)]
         if not fitting:
-            raise ValueError(f"data.files: no {', '.join(_SUFFIXES)} file matches {pattern!r}")
+            raise ValueError(f"no {', '.join(_SUFFIXES)} file matches {pattern!r}")
         files.update(fitting)
     return sorted(files)
 
@@ -32,17 +33,24 @@ def read_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _read_json(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open()
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}:{number}"
-            try:
-                data = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not a JSON object: {error}") from error
-            if not isinstance(data, dict):
-                raise ValueError(f"{where} is not a JSON object: {line[:80]!r}")
-            yield where, data
+    for number, line in enumerate(_read_lines(file), start=1):
+        where = f"{file}:{number}"
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not a JSON object: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"{where} is not a JSON object: {line[:80]!r}")
+        yield where, data
+
+
+def _read_lines(file: Path) -> Iterator[str]:
+    opened = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opened(file, "rt", encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

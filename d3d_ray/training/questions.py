@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d3d_ray.training.files import read_records
+from d3d_ray.training.files import find_files, read_records
 
 if TYPE_CHECKING:  # It takes seconds, and bad files are refused before.
     from transformers import PreTrainedTokenizerBase
@@ -65,28 +65,28 @@ def read_tasks(files: Iterable[Path], templates: Mapping[str, str]) -> list[Task
     return list(tasks.values())
 
 
-def read_answered(files: Iterable[Path]) -> list[Question]:
-    """Read rows ``{"id", "dataset", "prompt_ids", "answer_ids"}``, JSONL or Parquet.
+def read_answered(patterns: Iterable[str]) -> list[Question]:
+    """Read rows ``{"id", "dataset", "prompt_ids", "answer_ids"}`` of files, folders and globs.
 
     Raises ``ValueError`` with the place of what is malformed or there twice.
     """
     questions: dict[tuple[str, str], Question] = {}
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"--score: there is no file {file}")
+    for file in find_files(",".join(patterns)):
         for where, data in read_records(file):
             match data:
                 case {"id": str() | int() as id_, "prompt_ids": [*prompt], "answer_ids": [*answer]}:
                     question = Question(
                         id=str(id_),
-                        dataset=str(data.get("dataset", file.stem)),
+                        dataset=str(data.get("dataset") or file.name.partition(".")[0]),
                         prompt_ids=tuple(prompt),
                         answer_ids=tuple(answer),
                     )
                 case _:
                     raise ValueError(f"{where} has no id, prompt_ids and answer_ids")
-            if not all(type(id_) is int and id_ >= 0 for id_ in (*prompt, *answer)) or not answer:
+            if not all(type(id_) is int and id_ >= 0 for id_ in (*prompt, *answer)):
                 raise ValueError(f"{where}: prompt_ids and answer_ids must be lists of token ids")
+            if not prompt or not answer:
+                raise ValueError(f"{where}: a row needs a prompt and an answer")
             if question.key in questions:
                 raise ValueError(f"{where}: {'/'.join(question.key)} is there twice: delete one")
             questions[question.key] = question
