@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
 from tiny import MASK
 
+from d3d_ray.records import Finish
+from d3d_ray.training.answers_store import AnsweredRow, AnswersStore, to_table
 from d3d_ray.training.config import DataConfig
 from d3d_ray.training.data import (
     Position,
@@ -183,6 +186,26 @@ def test_soft_targets_are_read_and_cut_with_their_answer(tmp_path: Path) -> None
     assert len(document.answer) == 4
     assert document.top_ids.tolist() == [[t, t + 1] for t in document.answer]
     assert document.top_log_probs.tolist() == [[-0.5, -1.5]] * 4
+
+
+def test_soft_targets_are_read_from_shards_of_answers(tmp_path: Path) -> None:
+    top_ids = np.array([[5, 9], [6, 8], [7, 1]], dtype=np.int32)
+    row = AnsweredRow(
+        id="a",
+        dataset="d",
+        prompt_ids=(4, 5),
+        answer_ids=(5, 6, 7),
+        finish=Finish.LENGTH,
+        top_ids=top_ids,
+        top_log_probs=np.array([[-0.5, -1.0]] * 3, dtype=np.float32),
+    )
+    with AnswersStore(tmp_path, {}) as store:
+        store.write(to_table([row]))
+    stream = make_stream(make_config(tmp_path), with_soft_targets=True)
+    document = stream.take()[0]
+    assert document.top_ids is not None and document.top_log_probs is not None
+    assert document.top_ids.tolist() == top_ids.tolist()
+    assert document.top_log_probs.tolist() == [[-0.5, -1.0]] * 3
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,8 @@ def _read(file: Path, mask_token_id: int, with_soft_targets: bool) -> Iterator[_
             if with_soft_targets:
                 top_ids = torch.tensor(data["top_ids"], dtype=torch.int32)
                 top_log_probs = torch.tensor(data["top_log_probs"], dtype=torch.float16)
+                if top_ids.ndim == 1 and answer and len(top_ids) % len(answer) == 0:
+                    top_ids = top_ids.reshape(len(answer), -1)  # Parquet shards hold them flat.
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(
                 f"{where} lacks {error}: a row has id, prompt_ids and answer_ids, and for "
@@ -212,6 +214,11 @@ def _read(file: Path, mask_token_id: int, with_soft_targets: bool) -> Iterator[_
                 f"{where} holds the mask token {mask_token_id}; set drafter.mask_token_id to a "
                 "token that no text uses"
             )
-        if top_ids is not None and len(top_ids) != len(answer):
-            raise ValueError(f"{where} has top_ids for {len(top_ids)} of {len(answer)} tokens")
+        if top_ids is not None and top_log_probs is not None:
+            if len(top_ids) != len(answer) or top_log_probs.numel() != top_ids.numel():
+                raise ValueError(
+                    f"{where} has {len(top_ids)} top_ids for {len(answer)} tokens, and "
+                    f"{top_log_probs.numel()} top_log_probs for {top_ids.numel()} ids"
+                )
+            top_log_probs = top_log_probs.reshape(top_ids.shape)
         yield _Record(id_, prompt, answer, top_ids, top_log_probs)
