@@ -186,7 +186,7 @@ class Passes:
         ids = self.model.draft_ids
         if ids is None or scores.shape[-1] == self.model.vocab_size:
             return None
-        return ids.to(scores.device)
+        return ids
 
     def _scores(
         self,

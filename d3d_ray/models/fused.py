@@ -106,9 +106,8 @@ class _FusedLayer(nn.Module):
             turned[None, self._num_heads :], values.transpose(0, 1)[None], self._index
         )
         # The queries that share a key lie below one another: no key is repeated.
-        num_groups = self._num_heads // self._num_kv
         attended = F.scaled_dot_product_attention(
-            turned[: self._num_heads].reshape(1, self._num_kv, num_groups * num_rows, dim),
+            turned[: self._num_heads].reshape(1, self._num_kv, -1, dim),
             all_keys,
             all_values,
             attn_mask=bias,

@@ -108,7 +108,7 @@ class DrafterNetwork(nn.Module):
         self.draft_ids = draft_ids.to(head.weight.device)
         with torch.device("meta"):
             self.trimmed_head = nn.Linear(head.in_features, len(draft_ids), bias=False)
-        rows = head.weight.detach()[draft_ids.to(head.weight.device)].clone()
+        rows = head.weight.detach()[self.draft_ids].clone()
         self.trimmed_head.weight = nn.Parameter(rows, requires_grad=False)
 
 

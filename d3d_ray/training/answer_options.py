@@ -119,10 +119,9 @@ def _check_scoring(args: argparse.Namespace) -> None:
     if not args.top_log_probs:
         raise ValueError("--score keeps top log-probabilities: say how many with --top-log-probs")
     own = AnswerSettings()
-    unused = {
-        **{name: getattr(own, name) for name in ("max_tokens", "temperature", "top_k", "top_p")},
-        **{"seed": own.seed, "thinking": "default", "templates": None, "limit": None},
-    }
+    sampling = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    unused = {"thinking": "default", "templates": None, "limit": None}
+    unused |= {name: getattr(own, name) for name in sampling}
     for name, default in unused.items():
         if getattr(args, name) != default:
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --score: leave it out")

@@ -140,11 +140,12 @@ def teacher_forced(drafter: DrafterModel, documents: Sequence[Document]) -> Teac
             is_right = judge(drafter, row)
             whole = whole_blocks(row, shape)
             blocks = [is_right[b.rows].tolist() for b in whole]
-            lengths[is_seeded] += [1 + count_leading(block) for block in blocks]
+            kept = [count_leading(block) for block in blocks]
+            lengths[is_seeded] += [1 + k for k in kept]
             if is_seeded:
                 clean.append(is_right[(row.block < 0) & (row.labels != IGNORED)])
                 drafts += blocks
-                told = [_is_foretold(row, is_right, block) for block in whole]
+                told = [_is_foretold(row, is_right, b, k) for b, k in zip(whole, kept, strict=True)]
                 foretold += [is_told for is_told in told if is_told is not None]
     return TeacherForced(
         known_anchor=_mean(lengths[True]),
@@ -208,14 +209,14 @@ def _is_foretold(
     row: TrainingRow,
     is_right: torch.Tensor,  # [rows] bool
     block: WholeBlock,
+    k: int,
 ) -> bool | None:
-    """Whether the next-token head is right behind the anchor and all drafts that are kept.
+    """Whether the next-token head is right behind the anchor and the ``k`` drafts that are kept.
 
     Then it agrees with those drafts, differs from the first wrong one, and gives t*: all these
     tokens are the answer's own, so the clean rows tell it. None where the answer ends before t*.
     """
     anchor = int(row.end_column[block.rows[-1]]) - 1
-    k = count_leading(is_right[block.rows].tolist())
     if int(row.labels[anchor + k]) == IGNORED:
         return None
     return bool(is_right[anchor : anchor + k + 1].all())
