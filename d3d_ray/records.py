@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+MAX_LOGPROBS = 20
+
 
 class Mode(StrEnum):
     """How a request is decoded; the verifier's code is the same in all of them."""
@@ -55,6 +57,10 @@ class Sampling:
     """None = drawn afresh for every request."""
     choice: int = 0
     """Index of the answer among several under one seed."""
+    num_logprobs: int | None = None
+    """Tell of each token its log-probability and so many of the likeliest; None = nothing."""
+    num_prompt_logprobs: int | None = None
+    """The same of the prompt's tokens. Neither changes a token."""
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, low=0.0, high=100.0)
@@ -65,6 +71,9 @@ class Sampling:
         _require_integer("top_k", self.top_k, low=0)
         _require_integer("min_tokens", self.min_tokens, low=0)
         _require_integer("choice", self.choice, low=0)
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         if self.max_tokens is not None:
             _require_integer("max_tokens", self.max_tokens, low=1)
             if self.min_tokens > self.max_tokens:
@@ -237,6 +246,20 @@ class Finish(StrEnum):
     ERROR = "error"
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What the target thought of one token: log-softmax of its raw logits, in fp32.
+
+    Raw: before penalties, ``min_tokens``, temperature, top-k and top-p. They do not depend on the
+    mode, and are the same bits in each where the rows are fixed (``target.fixed_rows``).
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest ids and their log-probabilities, best first, the lower id first on ties."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens committed by one round, in order, and in the last chunk the reason of the end."""
@@ -251,6 +274,12 @@ class Chunk:
     error: str = ""
     rounds: tuple["Round", ...] = ()
     """Every round of the request, in the last chunk only."""
+    round: "Round | None" = None
+    """The round that gave these tokens; None in a chunk that only ends the answer."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of ``tokens``, when ``sampling.num_logprobs`` asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """In the prefill's chunk, one for each token of the prompt; None for the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

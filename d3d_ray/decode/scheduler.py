@@ -11,14 +11,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from d3d_ray.decode.correspondence import Correspondence
 from d3d_ray.decode.gain import Gain, PlainCost
+from d3d_ray.decode.logprobs import rate, rate_prompt
 from d3d_ray.decode.modes import MissPolicy, make_policies
 from d3d_ray.decode.protocols import Block, Drafter, Verifier
 from d3d_ray.decode.session import Pick, Session
+from d3d_ray.decode.tally import Tally
 from d3d_ray.metrics import running_mean
 from d3d_ray.records import Chunk, Finish, Request
 from d3d_ray.sampling import NonFiniteLogitsError
@@ -60,6 +63,7 @@ class Scheduler:
             self.correspondence, max_wait_s=max_wait_s, miss_policy=miss_policy
         )
         self._num_drafts = block_size - 1
+        self.tally = Tally(self._num_drafts)
         self._plain = PlainCost() if is_never_slower else None
         self._verify_ns = 0.0
         self._idle_since_ns = time.monotonic_ns()
@@ -95,6 +99,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """What the caches hold, give or take the block that is run at present."""
+        # A list made in one go: the loop's thread adds and removes meanwhile.
+        return sum(s.num_cached for s in list(self._sessions.values()))
 
     def run_between_rounds(self, command: Callable[[], None]) -> None:
         """Let the loop's thread run something, which must not raise."""
@@ -165,6 +175,7 @@ class Scheduler:
         if logits is None:
             return
         session.num_prefilled += len(block.tokens)
+        self.tally.num_prefilled_tokens += len(block.tokens)
         if session.num_prefilled == len(session.request.prompt):
             self._finish_round(session, logits, Pick("prefill"), start)
         else:
@@ -185,6 +196,8 @@ class Scheduler:
 
     def _forward(self, session: Session, block: Block) -> torch.Tensor | None:
         try:
+            if session.is_prefilling and session.prompt_logprobs:
+                session.prompt_logprobs.extend(rate_prompt(self._verifier, session.request, block))
             return self._verifier.forward([block])[0]
         except torch.OutOfMemoryError as error:
             self._end(session, Finish.ERROR, error=f"the verifier ran out of memory: {error}")
@@ -198,6 +211,7 @@ class Scheduler:
         except NonFiniteLogitsError as error:
             self._end(session, Finish.ERROR, error=str(error))
             return
+        logprobs = rate(logits, emitted, session.request.sampling.num_logprobs)
         end_ns = time.monotonic_ns()
         self._verifier.cut(session.id, len(session.tokens) - 1)
         session.record(
@@ -207,13 +221,15 @@ class Scheduler:
             wait_ns=start_ns - self._idle_since_ns,
         )
         self._idle_since_ns = end_ns
+        self.tally.observe(session.rounds[-1])
+        chunk = session.chunk(emitted, logprobs)
         if pick.kind != "prefill":
             self._verify_ns = running_mean(self._verify_ns, end_ns - start_ns)
         if session.finish is not None:
-            self._end(session, session.finish, tokens=emitted, kind=pick.kind)
+            self._end(session, session.finish, chunk=chunk)
             return
         self._policies[session.request.mode].after_round(session, self._verify_ns)
-        self._on_chunk(Chunk(session.id, emitted, pick.kind, session.num_accepted))
+        self._on_chunk(chunk)
 
     def _cancel(self, request_id: str) -> None:
         for session in [*self._sessions.values(), *self._waiting]:
@@ -221,13 +237,7 @@ class Scheduler:
                 self._end(session, Finish.CANCELLED)
 
     def _end(
-        self,
-        session: Session,
-        finish: Finish,
-        *,
-        tokens: tuple[int, ...] = (),
-        kind: str = "none",
-        error: str = "",
+        self, session: Session, finish: Finish, *, chunk: Chunk | None = None, error: str = ""
     ) -> None:
         if self._sessions.pop(session.id, None) is None:
             self._waiting.remove(session)
@@ -235,6 +245,5 @@ class Scheduler:
         self.correspondence.forget(session)
         if error:
             logger.error("request %s ended: %s", session.id, error)
-        num_accepted = min(session.num_accepted, len(tokens))
-        rounds = tuple(session.rounds)
-        self._on_chunk(Chunk(session.id, tokens, kind, num_accepted, finish, error, rounds))
+        last = chunk or Chunk(session.id, ())
+        self._on_chunk(replace(last, finish=finish, error=error, rounds=tuple(session.rounds)))

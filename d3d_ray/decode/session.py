@@ -10,7 +10,7 @@ from d3d_ray.acceptance import count_accepted, cut_at_end
 from d3d_ray.decode.gain import Gain
 from d3d_ray.decode.protocols import Block
 from d3d_ray.metrics import SMOOTHING
-from d3d_ray.records import Branch, Finish, Mode, Request, Round, Table
+from d3d_ray.records import Branch, Chunk, Finish, Mode, Request, Round, Table, TokenLogprobs
 from d3d_ray.sampling import History, draw
 
 
@@ -37,6 +37,10 @@ class Session:
         self.num_prefilled = 0
         self.finish: Finish | None = None
         self.rounds: list[Round] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """Of the prompt so far, where they are asked for; None for its first token."""
+        if request.sampling.num_prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)
         self.last_served_ns = time.monotonic_ns()
         self.decoding_since_ns = 0
         # What the drafter owes and was told.
@@ -76,6 +80,10 @@ class Session:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_cached(self) -> int:
+        return self.num_prefilled if self.is_prefilling else len(self.tokens) - 1
 
     @property
     def num_left(self) -> int:
@@ -192,6 +200,19 @@ class Session:
         if pick.drafts:
             self.drafted_length += SMOOTHING * (num_emitted - self.drafted_length)
         self.last_served_ns = end_ns
+
+    def chunk(self, emitted: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Chunk:
+        """What the user gets of the round just recorded."""
+        last = self.rounds[-1]
+        return Chunk(
+            self.id,
+            emitted,
+            last.kind,
+            num_accepted=min(self.num_accepted, len(emitted)),
+            round=last,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(self.prompt_logprobs) if last.is_prefill else (),
+        )
 
 
 def _choose(branches: Sequence[Branch], k: int, token: int) -> tuple[Branch | None, str]:
