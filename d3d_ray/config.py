@@ -119,6 +119,8 @@ class RuntimeConfig:
     """Longest wait for the answer of an actor, in seconds."""
     heartbeat_s: float = 20.0
     """An actor that is silent for longer is replaced, in seconds."""
+    max_pass_s: float = 120.0
+    """Longest pass of a model; an actor that works on one for longer is replaced, in seconds."""
 
     def __post_init__(self) -> None:
         counts = ("verifier_gpus", "verifier_cpus", "drafter_cpus", "max_requests")
@@ -126,7 +128,9 @@ class RuntimeConfig:
             self,
             "runtime.",
             at_least={**dict.fromkeys(counts, 1), "kv_budget_tokens": 1, "max_waiting": 0},
-            above={"load_timeout_s": 0, "call_timeout_s": 0, "heartbeat_s": 0},
+            above=dict.fromkeys(
+                ("load_timeout_s", "call_timeout_s", "heartbeat_s", "max_pass_s"), 0
+            ),
         )
 
 

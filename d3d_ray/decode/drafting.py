@@ -23,6 +23,7 @@ class DraftWorker:
         self, plan: DraftPlan, send: Callable[[FromDrafter], bool], *, is_paced: bool = True
     ) -> None:
         self._plan = plan
+        self._drafting = threading.Lock()
         self._is_paced = is_paced
         self._send = send
         self._slots: dict[str, Work] = {}
@@ -32,6 +33,7 @@ class DraftWorker:
         self._condition = threading.Condition()
         self._further_pass_ns = 0.0
         self.num_passes = 0
+        self.num_sent = 0
         self.num_unsent = 0
 
     # --- the link's thread -----------------------------------------------------------------------
@@ -60,6 +62,11 @@ class DraftWorker:
             self._ended.extend(self._slots)
             self._slots.clear()
             self._queue.clear()
+
+    def use(self, plan: DraftPlan) -> None:
+        """Draft by another plan, in the middle of answers; returns when the last one is at rest."""
+        with self._drafting:
+            self._plan = plan
 
     def _merge(self, message: Prefill | Outcome, received_ns: int) -> Work | None:
         if isinstance(message, Prefill):
@@ -95,10 +102,14 @@ class DraftWorker:
                 self._condition.wait(timeout)
             ended, self._ended = self._ended, deque()
             work = self._take()
-        for request in ended:
-            self._plan.free(request)
-        if work is None:
-            return bool(ended)
+        with self._drafting:
+            for request in ended:
+                self._plan.free(request)
+            if work is not None:
+                self._draft(work)
+        return work is not None or bool(ended)
+
+    def _draft(self, work: Work) -> None:
         started_ns = pass_started_ns = time.monotonic_ns()
         num_passes = 0
         for offer in self._plan.passes(work):
@@ -116,7 +127,9 @@ class DraftWorker:
                 num_passes=num_passes,
                 num_rows=offer.num_rows,
             )
-            if not self._send(table):
+            if self._send(table):
+                self.num_sent += 1
+            else:
                 self.num_unsent += 1
             if is_further:
                 pass_ns = finished_ns - pass_started_ns
@@ -124,7 +137,6 @@ class DraftWorker:
             pass_started_ns = time.monotonic_ns()
             if not self._has_time(work, pass_started_ns):
                 break
-        return True
 
     def _take(self) -> Work | None:
         while self._queue:

@@ -54,6 +54,16 @@ class DraftPlan(Protocol):
         ...
 
 
+class NoPlan:
+    """While there is no model: an answer at once, without drafts."""
+
+    def passes(self, work: Work) -> Iterator[Offer]:
+        yield Offer(())
+
+    def free(self, request: str) -> None:
+        pass
+
+
 class PackableModel(Protocol):
     """What a plan asks of the drafter's model."""
 

@@ -175,7 +175,7 @@ class Scheduler:
         if logits is None:
             return
         session.num_prefilled += len(block.tokens)
-        self.tally.num_prefilled_tokens += len(block.tokens)
+        self.tally.observe_chunk(len(block.tokens))
         if session.num_prefilled == len(session.request.prompt):
             self._finish_round(session, logits, Pick("prefill"), start)
         else:

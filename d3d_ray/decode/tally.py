@@ -13,6 +13,8 @@ class Tally:
 
     num_drafts: int
     """Of a full block."""
+    num_blocks: int = 0
+    """That the verifier has run: rounds and chunks of prompts."""
     num_prefilled_tokens: int = 0
     num_rounds: int = 0
     """Without prefills."""
@@ -32,16 +34,17 @@ class Tally:
     def __post_init__(self) -> None:
         self.accepted_at = [0] * self.num_drafts
 
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """Changes whenever the verifier has finished a block for somebody."""
-        return self.num_prefilled_tokens, self.num_rounds, self.num_emitted_tokens
+    def observe_chunk(self, num_tokens: int) -> None:
+        """Of a prompt."""
+        self.num_blocks += 1
+        self.num_prefilled_tokens += num_tokens
 
     def observe(self, measured: Round) -> None:
         self.num_emitted_tokens += measured.num_emitted
         if measured.is_prefill:
             return
         self.num_rounds += 1
+        self.num_blocks += 1
         self.num_drafts_proposed += measured.num_drafts
         self.num_drafts_accepted += measured.num_accepted
         self.bubble_ns += measured.wait_ns

@@ -13,6 +13,7 @@ for: a message. Neither ever waits for the other without a deadline.
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -51,6 +52,16 @@ class ActorInfo:
     kv_budget_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LifeSign:
+    """What an actor's working thread has done in this life."""
+
+    num_steps: int | None
+    """Steps of its loop; None = it has not started. They go on when there is nothing to do."""
+    num_served: int
+    """Tables of a drafter; rounds and chunks of prompts of a verifier."""
+
+
 class LinkedActor:
     """What both actors share: a device, a working thread, links, and a life to be watched."""
 
@@ -63,6 +74,7 @@ class LinkedActor:
         self._sender: Sender | None = None
         self._receiver: ChannelReceiver | None = None
         self._failure: BaseException | None = None
+        self._num_steps: int | None = None
 
     def _start(self, step: Callable[[float], Any], name: str) -> None:
         # The models' millions of objects stay; a full collection in mid-round takes milliseconds.
@@ -71,7 +83,7 @@ class LinkedActor:
 
         def run() -> None:
             try:
-                while True:
+                for self._num_steps in itertools.count():
                     step(_STEP_TIMEOUT_S)
             except BaseException as error:
                 logger.exception("the %s stopped", name)
@@ -121,10 +133,17 @@ class LinkedActor:
             logger.exception("a message could not be taken in")
             self._failure = error
 
-    async def ping(self) -> None:
-        """Answers while the actor lives; raises when its working thread does not."""
+    async def ping(self) -> LifeSign:
+        """Answers while the actor lives; raises when its working thread does not.
+
+        A thread that hangs shows by steps that stay the same.
+        """
         if self._failure is not None:
             raise RuntimeError(f"the actor cannot go on: {self._failure!r}")
+        return LifeSign(self._num_steps, self._num_served())
+
+    def _num_served(self) -> int:
+        raise NotImplementedError
 
     async def watch(self) -> None:
         """Never returns; its reference breaks in the moment the actor dies."""

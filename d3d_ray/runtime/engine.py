@@ -5,46 +5,34 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from d3d_ray.config import EngineConfig
 from d3d_ray.models.loading import load_tokenizer
-from d3d_ray.records import Chunk, Finish, Mode, Request, Round, Sampling
+from d3d_ray.records import Chunk, Finish, Mode, Request, Sampling
+from d3d_ray.runtime.answers import (
+    DIED,
+    Answer,
+    RequestFailedError,
+    VerifierDiedError,
+    collect,
+)
+from d3d_ray.runtime.monitoring import Monitor, check_health
 from d3d_ray.runtime.placement import Placement, place
 from d3d_ray.runtime.prompts import Prompt, check_tokens, encode
 from d3d_ray.runtime.role import cause_of
+from d3d_ray.runtime.streaming import Deadline, stream_one
 from d3d_ray.runtime.supervisor import Supervisor
+from d3d_ray.runtime.upkeep import DrafterState
 
 logger = logging.getLogger(__name__)
 
 _GREEDY = Sampling()
-_DIED = "the verifier died with this request in it; another is being started, ask again"
-
-
-class VerifierDiedError(RuntimeError):
-    """The verifier died with this request in it. A new one is being started; ask again."""
-
-
-class RequestFailedError(RuntimeError):
-    """The request could not be decoded to its end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One finished request."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """The stop token included, when one ended the answer."""
-    text: str
-    """Without special tokens."""
-    finish: Finish
-    rounds: tuple[Round, ...]
 
 
 class Engine:
@@ -82,6 +70,7 @@ class Engine:
         except BaseException:
             self._closing.close()
             raise
+        self._monitor = Monitor(self._supervisor)
         self._ids = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -130,47 +119,79 @@ class Engine:
             requests = [replace(r, script=a.tokens) for r, a in zip(requests, scripts, strict=True)]
         answers: dict[int, Answer] = {}
         try:
-            for index, chunks in self._run(requests):
+            runtime = self.config.runtime
+            for index, chunks in collect(
+                self._supervisor,
+                requests,
+                max_requests=runtime.max_requests,
+                wait_s=runtime.call_timeout_s,
+            ):
                 answers[index] = self._answer(requests[index], chunks)
                 if on_answer is not None:
                     on_answer(index, answers[index])
         except RayActorError as error:
-            raise VerifierDiedError(_DIED) from error
+            raise VerifierDiedError(DIED) from error
         return [answers[index] for index in range(len(requests))]
 
     async def stream(
-        self, prompt: Prompt, sampling: Sampling = _GREEDY, *, mode: Mode | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling = _GREEDY,
+        *,
+        mode: Mode | None = None,
+        deadline_s: float | None = None,
     ) -> AsyncIterator[Chunk]:
         """Answer one prompt, a chunk a verified block. Leaving the iteration cancels the request.
 
-        Raises as :meth:`generate` does.
+        So does the passing of ``deadline_s`` seconds from now on, time in the queue included: the
+        last chunk then has ``Finish.CANCELLED`` and an error text. Raises as :meth:`generate` does.
         """
+        deadline = Deadline(deadline_s)
         request = self.request(prompt, sampling, mode=mode)
         if self._is_simulating([request]):
             script = await asyncio.to_thread(
                 self.generate, [request.prompt], request.sampling, mode=Mode.AR
             )
             request = replace(request, script=script[0].tokens)
-        verifier = await asyncio.to_thread(self._supervisor.verifier)
-        chunks = verifier.stream.remote(request)
-        is_finished = False
+        async for chunk in stream_one(self._supervisor, request, deadline):
+            yield chunk
+
+    def counters(self, timeout_s: float = 2.0) -> dict[str, Any]:
+        """What happens and what has happened, see :class:`Monitor`; waits so long at most.
+
+        For an event loop: ``await asyncio.to_thread(engine.counters)``.
+        """
+        return self._monitor.counters(timeout_s)
+
+    def drafter_state(self) -> DrafterState:
+        return self._supervisor.drafter_state
+
+    async def check_health(self, timeout_s: float = 10.0) -> None:
+        """Let the verifier decode one token, by the way that requests take.
+
+        Behind others it need not come to its turn: it is enough that the decode thread finishes
+        one of their blocks. Raises ``RuntimeError`` when neither happens within ``timeout_s``: the
+        verifier is dead, being replaced, or hangs. The drafter is not asked for anything.
+        """
+        probe = self.request([0], Sampling(max_tokens=1), mode=Mode.AR)
+        await check_health(self._supervisor, probe, timeout_s)
+
+    async def swap_drafter(self, source: str) -> None:
+        """Draft with another checkpoint (a folder, hub name or ``embedded:<name>``) from now on.
+
+        In the middle of answers, and without changing a token of them, since drafts never do. The
+        drafter's actor loads it next to the present one, which drafts until then; where there is
+        no memory for both, decoding is plain while it loads. The block size stays. A drafter that
+        was given up on is started once more, with the new checkpoint.
+
+        Raises ``ValueError`` with the reason when it cannot be loaded or does not fit, and the
+        present one stays; ``RuntimeError`` while a drafter is being started or swapped.
+        """
         try:
-            async for reference in chunks:
-                chunk = await reference
-                is_finished = chunk.finish is not None
-                if chunk.finish is Finish.ERROR:
-                    raise RequestFailedError(chunk.error)
-                yield chunk
-        except RayActorError as error:
-            is_finished = True
-            self._supervisor.report_loss(verifier)
-            raise VerifierDiedError(_DIED) from error
-        except RayTaskError as error:
-            is_finished = True
+            drafter = await asyncio.to_thread(self._supervisor.swap_drafter, source)
+        except RayError as error:
             raise cause_of(error) from error
-        finally:
-            if not is_finished:
-                verifier.cancel.remote(request.id)
+        self.config = replace(self.config, drafter=drafter)
 
     def request(self, prompt: Prompt, sampling: Sampling, *, mode: Mode | None = None) -> Request:
         """Check a prompt and its sampling against the target. Raises ``ValueError``."""
@@ -204,32 +225,6 @@ class Engine:
     def _is_simulating(self, requests: Sequence[Request]) -> bool:
         is_on = self.config.decode.simulate_acceptance is not None
         return is_on and any(request.mode is not Mode.AR for request in requests)
-
-    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Chunk]]]:
-        """Yield the chunks of each request as it ends."""
-        verifier = self._supervisor.verifier()
-        waiting = list(enumerate(requests))[::-1]
-        running: dict[Any, int] = {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < self.config.runtime.max_requests:
-                    index, request = waiting.pop()
-                    running[verifier.answer.remote(request)] = index
-                # A dead or hanging verifier is killed by the supervisor, which ends this wait.
-                ready, _ = ray.wait(list(running), timeout=self.config.runtime.call_timeout_s)
-                for reference in ready:
-                    index = running.pop(reference)
-                    try:
-                        chunks = ray.get(reference)
-                    except RayTaskError as error:
-                        raise cause_of(error) from error
-                    except RayActorError:
-                        self._supervisor.report_loss(verifier)
-                        raise
-                    yield index, chunks
-        finally:
-            for index in running.values():
-                verifier.cancel.remote(requests[index].id)
 
     def _answer(self, request: Request, chunks: Sequence[Chunk]) -> Answer:
         last = chunks[-1]

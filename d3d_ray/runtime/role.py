@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from d3d_ray.config import EngineConfig
-from d3d_ray.runtime.actor import ActorInfo
+from d3d_ray.runtime.actor import ActorInfo, LifeSign
 from d3d_ray.runtime.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,8 @@ class Role:
         self.name = name
         runtime = config.runtime
         is_verifier = name == "verifier"
-        self._config = config
+        self.config = config
+        """Of the next life."""
         bundle = placement.verifier_bundle if is_verifier else placement.drafter_bundle
         self._options = placement.options(bundle)
         self._num_threads = runtime.verifier_cpus if is_verifier else runtime.drafter_cpus
@@ -30,7 +31,9 @@ class Role:
         self._info: ActorInfo | None = None
         self._watching: Any = None
         self._ping: Any = None
-        self._silent_s = 0.0
+        self._silent_s = self._stalled_s = 0.0
+        self._life_sign = LifeSign(None, 0)
+        self.num_restarts = 0
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -39,23 +42,35 @@ class Role:
         assert self._info is not None, f"the {self.name} is not loaded yet"
         return self._info
 
+    @property
+    def num_served(self) -> int:
+        """What the actor has done in this life, see :class:`LifeSign`."""
+        return self._life_sign.num_served
+
+    def adopt(self, info: ActorInfo, config: EngineConfig) -> None:
+        """The actor has loaded another model into this life; the next ones begin with it."""
+        self._info, self.config = info, config
+
     def create(self) -> None:
         with self._lock:
             if not self._is_closed:  # Otherwise nobody would ever kill it.
+                self.num_restarts += self.actor is not None
                 options = self._cls.options(**self._options)
-                self.actor = options.remote(self._config, self._num_threads)
+                self.actor = options.remote(self.config, self._num_threads)
 
     def wait_until_loaded(self) -> None:
         """Raises as :meth:`call` does."""
-        self._info = self._get("load", (), self._config.runtime.load_timeout_s)
+        self._info = self.call("load", timeout_s=self.config.runtime.load_timeout_s)
         self._watching = self.actor.watch.remote()
-        self._ping, self._silent_s = None, 0.0
+        self._ping, self._silent_s, self._stalled_s = None, 0.0, 0.0
+        self._life_sign = LifeSign(None, 0)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method and wait; raises ``RayError`` or ``TimeoutError``, see :func:`cause_of`."""
-        return self._get(method, args, self._config.runtime.call_timeout_s)
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method and wait, ``runtime.call_timeout_s`` unless told otherwise.
 
-    def _get(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        Raises ``RayError`` or ``TimeoutError``, see :func:`cause_of`.
+        """
+        timeout_s = timeout_s or self.config.runtime.call_timeout_s
         try:
             return ray.get(getattr(self.actor, method).remote(*args), timeout=timeout_s)
         except GetTimeoutError as error:
@@ -64,23 +79,38 @@ class Role:
             ) from error
 
     def is_alive(self, timeout_s: float) -> bool:
-        """Watch for up to ``timeout_s``; False when the actor is dead, broken, or silent."""
+        """Watch for up to ``timeout_s``; False when the actor is dead, broken, silent or stuck."""
         if self._ping is None:
             self._ping = self.actor.ping.remote()
         try:
             ready, _ = ray.wait([self._watching, self._ping], timeout=timeout_s)
             ray.get(ready)
             if ready:
+                life_sign = ray.get(self._ping)
                 self._ping, self._silent_s = None, 0.0
                 ray.get(ray.wait([self._watching], timeout=timeout_s)[0])
-                return True
+                return self._is_moving(life_sign, timeout_s)
         except RayError as error:
             if not self._is_closed:
                 logger.warning("the %s failed: %s", self.name, str(error).splitlines()[0])
             return False
         # Not the clock's time: this process may have been stopped, and the actor is not to blame.
         self._silent_s += timeout_s
-        return self._silent_s < self._config.runtime.heartbeat_s
+        return self._silent_s < self.config.runtime.heartbeat_s
+
+    def _is_moving(self, life_sign: LifeSign, passed_s: float) -> bool:
+        """Whether the working thread has ended a step lately; a long pass is let live."""
+        num_steps, self._life_sign = self._life_sign.num_steps, life_sign
+        is_stuck = life_sign.num_steps is not None and life_sign.num_steps == num_steps
+        self._stalled_s = self._stalled_s + passed_s if is_stuck else 0.0
+        if self._stalled_s < self.config.runtime.max_pass_s:
+            return True
+        logger.warning(
+            "the %s has worked at one step for %g s (runtime.max_pass_s)",
+            self.name,
+            self._stalled_s,
+        )
+        return False
 
     def kill(self) -> None:
         if self.actor is not None:

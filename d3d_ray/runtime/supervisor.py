@@ -2,8 +2,9 @@
 
 Two watching threads, one an actor. Each waits for: the reference that breaks when its actor dies
 (at most a second at a time), and the answers to its pings. A dead drafter is replaced while the
-verifier decodes on plainly; a dead verifier takes its requests with it, and is replaced. Neither
-thread needs the other's actor to be alive: the drafter's thread links the pair once both are up.
+verifier decodes on plainly, each time after a longer wait, until it is given up on; a dead
+verifier takes its requests with it, and is replaced. Neither thread needs the other's actor to be
+alive: the drafter's thread links the pair once both are up.
 """
 
 import contextlib
@@ -14,12 +15,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from d3d_ray.config import EngineConfig
+from d3d_ray.config import DrafterConfig, EngineConfig
 from d3d_ray.runtime.actor import ActorInfo
 from d3d_ray.runtime.channel import has_channels
 from d3d_ray.runtime.drafter_actor import DrafterActor
 from d3d_ray.runtime.placement import Placement, check_devices
 from d3d_ray.runtime.role import Role
+from d3d_ray.runtime.upkeep import DrafterState, DrafterUpkeep
 from d3d_ray.runtime.verifier_actor import VerifierActor
 
 logger = logging.getLogger(__name__)
@@ -38,8 +40,10 @@ class Supervisor:
         self._drafter = Role("drafter", config, placement, DrafterActor)
         self._has_drafter = config.decode.mode != "ar"
         self._linked: tuple[Any, Any] | None = None
+        self._block_size = config.drafter.block_size or 1
         self._is_ready = threading.Event()
         self._closing = threading.Event()
+        self._upkeep = DrafterUpkeep(self._drafter, self._closing)
         self._threads: list[threading.Thread] = []
         self.transport = "none"
 
@@ -59,6 +63,7 @@ class Supervisor:
                 self._verifier.info.device, self._drafter.info.device, self._config.runtime
             )
             self._drafter.call("check_pair", self._verifier.info)
+            self._block_size = self._drafter.info.block_size
         self._start_verifier()
         if self._has_drafter:
             self._link()
@@ -75,13 +80,14 @@ class Supervisor:
         for thread in self._threads:
             thread.join()
 
-    def verifier(self) -> Any:
+    def verifier(self, timeout_s: float | None = None) -> Any:
         """The verifier's handle; waits for a new one while it is being replaced.
 
-        Raises ``TimeoutError`` when that takes longer than ``runtime.load_timeout_s``, and
-        ``RuntimeError`` once :meth:`close` was called.
+        Raises ``TimeoutError`` when that takes longer than ``timeout_s`` (None =
+        ``runtime.load_timeout_s``), and ``RuntimeError`` once :meth:`close` was called.
         """
-        timeout_s = self._config.runtime.load_timeout_s
+        if timeout_s is None:
+            timeout_s = self._config.runtime.load_timeout_s
         if not self._is_ready.wait(timeout_s):
             raise TimeoutError(f"no verifier came up within {timeout_s:g} s: see the log")
         if self._closing.is_set():
@@ -99,6 +105,37 @@ class Supervisor:
         return self._drafter.actor if self._has_drafter else None
 
     @property
+    def drafter_state(self) -> DrafterState:
+        if not self._has_drafter:
+            return "off"
+        if self._upkeep.is_given_up:
+            return "failed"
+        if self._linked == (self._verifier.actor, self._drafter.actor):
+            return "ready"
+        return "restarting" if self._upkeep.is_after_failure else "starting"
+
+    @property
+    def num_restarts(self) -> dict[str, int]:
+        return {role.name: role.num_restarts for role in (self._verifier, self._drafter)}
+
+    @property
+    def actors(self) -> dict[str, Any]:
+        """Both handles as they are, dead or alive; for watching only."""
+        handles = {"verifier": self._verifier.actor, "drafter": self._drafter.actor}
+        return {name: handle for name, handle in handles.items() if handle is not None}
+
+    def swap_drafter(self, source: str) -> DrafterConfig:
+        """See :meth:`DrafterUpkeep.swap`; ``ValueError`` when there shall be no drafter."""
+        if not self._has_drafter:
+            raise ValueError("mode ar has no drafter: start with decode.mode=async")
+        return self._upkeep.swap(
+            source,
+            target=self._verifier.info,
+            block_size=self._block_size,
+            state=lambda: self.drafter_state,
+        )
+
+    @property
     def verifier_info(self) -> ActorInfo:
         return self._verifier.info
 
@@ -107,10 +144,7 @@ class Supervisor:
         return self._drafter.info if self._has_drafter else None
 
     def _start_verifier(self) -> None:
-        block_size = self._config.drafter.block_size or 1
-        if self._has_drafter:
-            block_size = self._drafter.info.block_size
-        self._verifier.call("start", block_size)
+        self._verifier.call("start", self._block_size)
         self._is_ready.set()
 
     def _link(self) -> None:
@@ -130,7 +164,15 @@ class Supervisor:
             if role.is_alive(_WATCH_S):
                 if role is self._drafter:
                     self._link_if_needed()
+                    self._upkeep.note_service()
                 continue
+            if self._closing.is_set():
+                return
+            role.kill()
+            if role is self._drafter:
+                self._do_without_drafter()
+            else:
+                self._is_ready.clear()
             if self._closing.is_set():
                 return
             logger.warning("the %s is gone; starting another", role.name)
@@ -141,20 +183,25 @@ class Supervisor:
                     return
                 logger.error("could not replace the %s: %s", role.name, error)
                 role.kill()
-                self._closing.wait(_RETRY_S)
+                if role is self._verifier:
+                    self._closing.wait(_RETRY_S)
 
-    def _replace(self, role: Role) -> None:
-        role.kill()
-        if role is self._verifier:
-            self._is_ready.clear()
-        elif self._is_ready.is_set():
+    def _do_without_drafter(self) -> None:
+        """Decode plainly, until it is time to start another drafter."""
+        self._linked = None
+        if self._is_ready.is_set():
             # Should it fail: a dead verifier is replaced by one that knows no drafter.
             with contextlib.suppress(RayError, TimeoutError):
                 self._verifier.call("detach_drafter")
+        self._upkeep.wait_for_next_try()
+
+    def _replace(self, role: Role) -> None:
         role.create()
         role.wait_until_loaded()
         if role is self._verifier:
             self._start_verifier()
+        else:
+            role.call("check_pair", self._verifier.info)
 
     def _link_if_needed(self) -> None:
         pair = (self._verifier.actor, self._drafter.actor)

@@ -1,6 +1,7 @@
 """The actor that owns the target and the decode loop; answers are streamed from here."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from d3d_ray.records import Chunk, Finish, Request
 from d3d_ray.runtime.actor import ActorInfo, LinkedActor
 from d3d_ray.runtime.links import RemoteDrafter
 from d3d_ray.runtime.placement import available_memory
+
+_PROBE_S = 0.05
 
 
 class VerifierActor(LinkedActor):
@@ -66,15 +69,16 @@ class VerifierActor(LinkedActor):
         if self._scheduler is not None:
             self._scheduler.attach(None)
 
-    async def stream(self, request: Request) -> AsyncIterator[Chunk]:
-        """Decode a request; a chunk a round. Ending the iteration early cancels it."""
+    async def stream(self, request: Request, *, is_probe: bool = False) -> AsyncIterator[Chunk]:
+        """Decode a request; a chunk a round. Ending the iteration early cancels it.
+
+        Raises ``OverflowError`` when too many wait, unless it is a probe.
+        """
         assert self._scheduler is not None, "start() comes first"
         if self._failure is not None:
             raise RuntimeError(f"the verifier cannot go on: {self._failure!r}")
-        if (
-            len(self._streams)
-            >= self._config.runtime.max_requests + self._config.runtime.max_waiting
-        ):
+        runtime = self._config.runtime
+        if len(self._streams) >= runtime.max_requests + runtime.max_waiting and not is_probe:
             raise OverflowError(
                 f"{len(self._streams)} requests are in flight or waiting: try again later, "
                 "or raise runtime.max_waiting"
@@ -93,9 +97,9 @@ class VerifierActor(LinkedActor):
             if finish is None:
                 self._scheduler.cancel(request.id)
 
-    async def answer(self, request: Request) -> list[Chunk]:
+    async def answer(self, request: Request, *, is_probe: bool = False) -> list[Chunk]:
         """Decode a request to its end; all its chunks at once."""
-        return [chunk async for chunk in self.stream(request)]
+        return [chunk async for chunk in self.stream(request, is_probe=is_probe)]
 
     async def use_threads(self, num_threads: int) -> None:
         """Decode with so many torch threads from the next round on; of effect on a CPU only."""
@@ -116,15 +120,45 @@ class VerifierActor(LinkedActor):
             find_top_two_between_rounds(self._scheduler, self._target, request, output)
         )
 
-    async def counters(self) -> dict[str, int]:
+    async def probe(self, request: Request, timeout_s: float) -> None:
+        """Wait for the answer to ``request``, which may find the queue full.
+
+        While it waits for its turn, a block that the decode thread finishes for others is enough.
+        Raises ``TimeoutError`` when neither comes, and what :meth:`stream` raises.
+        """
+        assert self._scheduler is not None, "start() comes first"
+        before = self._num_served()
+        answer = asyncio.create_task(self.answer(request, is_probe=True))
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not answer.done():
+                if self._scheduler.num_waiting and self._num_served() > before:
+                    return
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no token within {timeout_s:g} s: the decode thread hangs")
+                await asyncio.wait([answer], timeout=_PROBE_S)
+            last = answer.result()[-1]
+            if last.finish is Finish.ERROR:
+                raise RuntimeError(last.error)
+        finally:
+            answer.cancel()
+
+    async def counters(self) -> dict[str, Any]:
+        """What happened in this life, and what happens at present. Never waits for a round."""
         assert self._scheduler is not None
         dropped = {f"dropped_{k}": n for k, n in self._scheduler.correspondence.dropped.items()}
         return {
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
             "streams": len(self._streams),
+            "kv_tokens": self._scheduler.num_kv_tokens,
+            "kv_budget_tokens": self._kv_budget_tokens,
+            **self._scheduler.tally.counters(),
             **dropped,
         }
+
+    def _num_served(self) -> int:
+        return 0 if self._scheduler is None else self._scheduler.tally.num_blocks
 
     def _receive(self, message: Any) -> None:
         if self._remote is not None:
