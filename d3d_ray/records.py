@@ -235,6 +235,7 @@ FromDrafter = Table | Lost
 
 
 # --- towards the user ----------------------------------------------------------------------------
+# Without slots, as above: one of these goes out a round.
 
 
 class Finish(StrEnum):
@@ -260,7 +261,7 @@ class TokenLogprobs:
     """The likeliest ids and their log-probabilities, best first, the lower id first on ties."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunk:
     """Tokens committed by one round, in order, and in the last chunk the reason of the end."""
 
@@ -282,7 +283,7 @@ class Chunk:
     """In the prefill's chunk, one for each token of the prompt; None for the first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Round:
     """One verification, as measured. Times in ns of the verifier's monotonic clock."""
 

@@ -86,12 +86,13 @@ class DrafterActor(LinkedActor):
         self._use(self._config, None)
         try:
             return _load_checked(config, self._device, target)
-        except Exception:
-            try:
-                self._use(self._config, load_drafter_of(self._config, self._device))
-            except Exception as error:
-                self._failure = error  # The next ping tells, and this actor is replaced.
-            raise
+        except Exception as error:
+            failure = error.with_traceback(None)  # Its frames hold what was loaded already.
+        try:
+            self._use(self._config, load_drafter_of(self._config, self._device))
+        except Exception as error:
+            self._failure = error  # The next ping tells, and this actor is replaced.
+        raise failure
 
     def _use(self, config: EngineConfig, model: DrafterModel | None) -> None:
         self._worker.use(NoPlan() if model is None else make_plan(config, model))
