@@ -94,7 +94,8 @@ def make_dflash(
     for layer, index in zip(network.layers, kept, strict=True):
         layer.load_state_dict(backbone.layers[index].state_dict())
     network.norm.load_state_dict(backbone.norm.state_dict())
-    torch.nn.init.normal_(network.fc.weight, std=config.initializer_range)
+    seed = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(network.fc.weight, std=config.initializer_range, generator=seed)
     _check_target(config, section, "the new drafter", target.config)
     return DFlashDrafter(network, section, target, vocab_size=vocab_size)
 
