@@ -1,4 +1,4 @@
-"""DFlash drafters in the trainer: the loss sees what serving sees, and what is learned is served."""
+"""DFlash drafters in the trainer: the loss sees what serving sees; what is learned is served."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from loops import run as decode
 from tiny import FAMILIES, MASK, save_tiny
 from training_runs import as_worker, make_config, read_metrics, write_answers
 
+from d3d_ray.decode.protocols import Block
 from d3d_ray.models.dflash_drafter import DFlashDrafter
 from d3d_ray.models.dflash_folder import load_dflash
 from d3d_ray.models.loading import load_target
@@ -53,8 +54,6 @@ def test_the_loss_is_over_the_very_logits_that_serving_drafts_from(family: str) 
     row = make_row(drafter)
     blocks, logits = row_logits(drafter, row)
     logits[:, MASK] = -torch.inf
-    from d3d_ray.decode.protocols import Block
-
     num_compared = 0
     starts = [0, len(DOCUMENTS[0].prompt) + len(DOCUMENTS[0].answer)]
     for number, (document, start) in enumerate(zip(DOCUMENTS, starts, strict=True)):
@@ -104,7 +103,7 @@ def test_later_drafts_weigh_less_and_nothing_else_is_trained() -> None:
 @pytest.mark.parametrize("change_at", [12, 22, 30])
 def test_changing_tokens_behind_an_anchor_changes_no_earlier_block(change_at: int) -> None:
     """In the first document and in the second, which never sees the first."""
-    target, drafter = make_pair("llama", block_size=4)
+    _, drafter = make_pair("llama", block_size=4)
     tokens = [*DOCUMENTS[0].prompt, *DOCUMENTS[0].answer]
     changed = tokens[:change_at] + [(t + 211) % 400 + 4 for t in tokens[change_at:]]
     other = [Document(tuple(changed[:10]), tuple(changed[10:])), DOCUMENTS[1]]
@@ -122,7 +121,7 @@ def test_changing_tokens_behind_an_anchor_changes_no_earlier_block(change_at: in
 def test_every_kind_of_attention_gives_the_same_loss(attention: Any) -> None:
     results = []
     for kind in ("sdpa", attention):
-        target, drafter = make_pair("qwen2", block_size=4)
+        _, drafter = make_pair("qwen2", block_size=4)
         with torch.no_grad():  # Torch has no backward pass of flex on the CPU.
             results.append(DFlashLoss(drafter, gamma=4.0, attention=kind)(make_row(drafter)))
     for mine, theirs in zip(*results, strict=True):

@@ -13,6 +13,7 @@ behind each block. Names of the weights are those of the public checkpoints.
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,13 +80,13 @@ class DFlashNetwork(nn.Module):
         size = config.hidden_size
         self.fc = nn.Linear(num_features * size, size, bias=False, dtype=dtype)
         self.hidden_norm = type(backbone.norm)(size, eps=config.rms_norm_eps).to(dtype)
-        self.layers: nn.ModuleList = backbone.layers
+        self.layers: Any = backbone.layers
         self.norm = backbone.norm
         self.rotary_emb = backbone.rotary_emb
         self._fused: FusedBackbone | None = None
         self._projection: nn.Linear | None = None
         self._key_norms = [getattr(layer.self_attn, "k_norm", None) for layer in self.layers]
-        self._head_dim: int = self.layers[0].self_attn.head_dim
+        self.head_dim: int = self.layers[0].self_attn.head_dim
 
     @property
     def num_layers(self) -> int:
@@ -107,7 +108,7 @@ class DFlashNetwork(nn.Module):
     ) -> None:
         """Extend the cache by keys and values of the committed tokens."""
         context = self.hidden_norm(self.fc(features))
-        num_rows, dim = len(context), self._head_dim
+        num_rows, dim = len(context), self.head_dim
         cos, sin = rotary_tables(self.rotary_emb, context[None], position_ids[None])
         if self._projection is not None:
             by_layer = self._projection(context).view(num_rows, self.num_layers, 2, -1, dim)

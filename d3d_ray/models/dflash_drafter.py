@@ -71,6 +71,12 @@ class DFlashDrafter:
         return self.section.target_layer_ids
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        heads = self.network.config.num_key_value_heads
+        size = 2 * heads * self.network.head_dim * self.network.dtype.itemsize
+        return self.network.num_layers * size
+
+    @property
     def device(self) -> torch.device:
         return self.network.device
 

@@ -90,7 +90,7 @@ def make_dflash(
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [config.layer_types[index] for index in kept]
     network = DFlashNetwork(config, len(section.target_layer_ids), dtype)
-    backbone = target.base_model
+    backbone: Any = target.base_model
     for layer, index in zip(network.layers, kept, strict=True):
         layer.load_state_dict(backbone.layers[index].state_dict())
     network.norm.load_state_dict(backbone.norm.state_dict())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ def capture(model: PreTrainedModel, layer_ids: Sequence[int]) -> Iterator[dict[i
 
         handles.append(layers[index].register_forward_hook(hook))
 
-    layers, handles = model.base_model.layers, list[torch.utils.hooks.RemovableHandle]()
+    backbone: Any = model.base_model
+    layers, handles = backbone.layers, list[torch.utils.hooks.RemovableHandle]()
     try:
         for index in set(layer_ids):
             keep(index)

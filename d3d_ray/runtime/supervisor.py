@@ -36,7 +36,7 @@ class Supervisor:
         self._placement = placement
         self._verifier = Role("verifier", config, placement, VerifierActor)
         self._drafter = Role("drafter", config, placement, DrafterActor)
-        self._has_drafter = config.decode.mode != "ar"
+        self._has_drafter = config.has_drafter_actor
         self._linked: tuple[Any, Any] | None = None
         self._is_ready = threading.Event()
         self._closing = threading.Event()
