@@ -187,15 +187,15 @@ def test_a_saved_drafter_is_the_same_and_in_8_bits_nearly(
         ({"dflash_config": {"mask_token_id": 600, "target_layer_ids": [1, 2, 3]}}, "token 600"),
         (
             {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2]}},
-            "fc.weight has shape",
+            "fc.weight has",
         ),
         (
             {"num_hidden_layers": 3, "layer_types": FULL * 3},
-            "layers.2.input_layernorm.weight is missing",
+            "layers.2.input.* is missing",
         ),
         (
             {"num_hidden_layers": 1, "layer_types": FULL},
-            "layers.1.input_layernorm.weight is superfluous",
+            "layers.1.input.* is superfluous",
         ),
         ({"conv_kernel_size": 2}, "conv_kernel_size=2"),
     ],

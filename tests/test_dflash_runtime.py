@@ -1,4 +1,4 @@
-"""Mode ``dflash`` with real actors: the drafter in the verifier's, and its place in a comparison."""
+"""Mode ``dflash`` with real actors: the drafter in the verifier's, and comparisons with it."""
 
 from collections.abc import Iterator
 from pathlib import Path

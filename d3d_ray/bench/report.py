@@ -1,9 +1,8 @@
 """What came out: a frozen record, as JSON and as a plain-text table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from d3d_ray.bench.environment import describe_environment
@@ -24,7 +23,7 @@ class Comparison:
     num_prompts: int
     rounds: Mapping[Mode, Sequence[Round]]
     """Each mode's rounds, prompt after prompt."""
-    all_cores: Mapping[Mode, Sequence[Round]] = MappingProxyType({})
+    all_cores: Mapping[Mode, Sequence[Round]] = field(default_factory=dict)
     """Of ``ar`` and ``dflash`` with the idle drafter's cores as well, where all is on a CPU."""
     differences: Sequence[Difference] = ()
     """Answers that are not those of plain decoding, token for token."""
