@@ -9,7 +9,7 @@ import torch
 from dflash_pairs import make_pair
 from loops import Results, make_request, make_scheduler
 from loops import run as decode
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, MASK, save_tiny, tiny_model
 from torch import nn
 from torch.nn import functional as F
@@ -174,6 +174,21 @@ def test_a_saved_drafter_is_the_same_and_in_8_bits_nearly(
         torch.testing.assert_close(tensor, state[name], atol=0.01, rtol=0.0)
     names = "embed_tokens", "lm_head"
     assert not any(part in name for name in state for part in names)
+
+
+def test_the_export_job_takes_dflash_folders(
+    target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jobs.export import export
+
+    write_public(tmp_path / "public", "qwen3")
+    command = ["--drafter", str(tmp_path / "public"), "--output", str(tmp_path / "small")]
+    with pytest.raises(ValueError, match="give --target"):
+        export(command)
+    assert export([*command, "--bits", "8", "--target", str(target_folder)]) == 0
+    assert "largest relative error of a tensor: 0." in capsys.readouterr().out
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.int8
 
 
 @pytest.mark.parametrize(

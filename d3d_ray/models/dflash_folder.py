@@ -100,10 +100,17 @@ def make_dflash(
     return DFlashDrafter(network, section, target, vocab_size=vocab_size)
 
 
-def save_dflash(drafter: DFlashDrafter, folder: str | Path, *, bits: int | None = None) -> None:
+def save_dflash(
+    drafter: DFlashDrafter,
+    folder: str | Path,
+    *,
+    bits: int | None = None,
+    max_shard_mb: int = 50_000,
+) -> None:
     """Write a folder from which :func:`load_dflash` gives the same drafter, bit for bit.
 
-    ``bits=8`` rounds the weight matrices (see :mod:`d3d_ray.models.storage`).
+    ``bits=8`` rounds the weight matrices (see :mod:`d3d_ray.models.storage`). Files are split at
+    ``max_shard_mb``, between tensors.
     """
     folder, section = Path(folder), drafter.section
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +130,8 @@ def save_dflash(drafter: DFlashDrafter, folder: str | Path, *, bits: int | None 
     )
     config.save_pretrained(folder)
     state = {name: tensor.cpu() for name, tensor in drafter.network.state_dict().items()}
-    save_torch_state_dict(quantise(state) if bits else state, folder, max_shard_size="40MB")
+    state = quantise(state) if bits else state
+    save_torch_state_dict(state, folder, max_shard_size=f"{max_shard_mb}MB")
 
 
 def read_dflash_section(config: PretrainedConfig, source: str) -> DFlashSection:
