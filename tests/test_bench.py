@@ -360,6 +360,7 @@ def test_the_json_holds_every_figure_under_its_name() -> None:
             "num_near_ties",
             "num_violations",
             "plain_with_all_cores",
+            "dflash_with_all_cores",
             "differences",
         ),
         *("modes", "sampling", "settings", "versions", "machine", "date", "commit", "command"),
@@ -453,7 +454,7 @@ def test_the_trace_has_two_lanes_and_a_span_a_verification_and_a_drafting(tmp_pa
 def test_plain_decoding_is_not_labelled_with_its_drafter_in_the_trace() -> None:
     events = make_events({mode: make_rounds(1) for mode in Mode}, label="untrained drafter")
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == ["ar", "sync (untrained drafter)", "async (untrained drafter)"]
+    assert names == ["ar", "sync (untrained drafter)", "async (untrained drafter)", "dflash"]
 
 
 def test_a_trace_of_nothing_is_still_a_trace() -> None:
