@@ -58,9 +58,20 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig:
+    source: str | None = None
+    """Folder or hub name of a DFlash drafter, for mode `dflash`; null = there is none."""
+    dtype: Dtype | None = None
+    """Of its weights and KV cache; null = the target's."""
+
+    def __post_init__(self) -> None:
+        check(self, "dflash.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
-    mode: Literal["ar", "sync", "async"] = "async"
-    """Plain decoding, drafting and verifying in turn, or both at the same time."""
+    mode: Literal["ar", "sync", "async", "dflash"] = "async"
+    """Plain; drafting and verifying in turn, or both at once; the DFlash drafter, in turn."""
     draft_plan: Literal["packed", "glue-first", "anytime"] = "packed"
     """One packed pass for all outcomes; a pass that foretells them first; or pass after pass."""
     max_passes: int = 8
@@ -142,11 +153,26 @@ class EngineConfig:
     """Shown in reports and as the name of the served model."""
     target: TargetConfig
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    dflash: DFlashConfig = field(default_factory=DFlashConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
         check(self, "")
+        if self.decode.mode == "dflash" and self.dflash.source is None:
+            raise ValueError("decode.mode=dflash needs a DFlash drafter: set dflash.source")
+        if self.dflash.source is not None and self.decode.simulate_acceptance is not None:
+            raise ValueError(
+                "drafts of a DFlash drafter are never simulated: leave out dflash.source or "
+                "decode.simulate_acceptance"
+            )
+        if self.dflash.source is not None and self.runtime.verifier_gpus > 1:
+            raise ValueError("dflash.source needs the target on one device: verifier_gpus=1")
+
+    @property
+    def has_drafter_actor(self) -> bool:
+        """Whether the stand-alone drafter runs; a DFlash drafter lives with the target."""
+        return self.decode.mode in ("sync", "async")
 
 
 def list_presets(presets: Traversable | None = None) -> list[str]:

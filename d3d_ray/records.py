@@ -23,6 +23,7 @@ class Mode(StrEnum):
     AR = "ar"
     SYNC = "sync"
     ASYNC = "async"
+    DFLASH = "dflash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

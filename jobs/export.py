@@ -3,7 +3,8 @@
 python jobs/export.py --drafter checkpoints/a/drafter --output drafter-8 --bits 8 --target SOURCE
 
 With --target, embeddings and head are left out where they are the target's; a drafter that was
-stored without them needs it. Prints what the folder weighs and how far a matrix is off.
+stored without them needs it, as a DFlash drafter does. Prints what the folder weighs and how far a
+matrix is off.
 """
 
 import sys
@@ -27,29 +28,15 @@ def export(arguments: Sequence[str]) -> int:
     if args.max_shard_mb < 1:
         raise ValueError(f"--max-shard-mb must be at least 1, not {args.max_shard_mb}")
     # These take seconds to import; bad arguments are refused before.
-    import torch
+    from d3d_ray.models.export import copy_drafter_folder
 
-    from d3d_ray.models.drafter_folder import load_drafter, load_drafter_tokenizer, save_drafter
-    from d3d_ray.models.loading import load_config
-
-    target = args.target or args.drafter
-    stored = load_config(args.drafter).dtype
-    dtype = stored if isinstance(stored, torch.dtype) else torch.float32
-    drafter = load_drafter(args.drafter, target_source=target, dtype=dtype, device="cpu")
-    tokenizer = load_drafter_tokenizer(args.drafter, target_source=target)
-    save_drafter(
-        drafter,
+    error = copy_drafter_folder(
+        args.drafter,
         args.output,
-        tokenizer,
-        target_source=args.target,
+        target=args.target,
         bits=args.bits,
         max_shard_mb=args.max_shard_mb,
     )
-    copy = load_drafter(str(args.output), target_source=target, dtype=dtype, device="cpu")
-    again, error = copy.network.state_dict(), 0.0
-    for name, tensor in drafter.network.state_dict().items():
-        difference, size = tensor.float() - again[name].float(), tensor.float().norm()
-        error = max(error, float(difference.norm() / size.clamp(min=1e-30)))
     sizes = [file.stat().st_size / 1e6 for file in args.output.iterdir()]
     print(f"{args.output}: {sum(sizes):.1f} MB, the largest file {max(sizes):.1f} MB")
     print(f"largest relative error of a tensor: {error:.2%}")

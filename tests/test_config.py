@@ -179,8 +179,8 @@ def test_an_unknown_preset_names_the_nearest_one() -> None:
         ("decode.max_draft_rows=1.5", r"decode\.max_draft_rows must be a whole number, not 1\.5"),
         ("decode.max_draft_rows=null", r"decode\.max_draft_rows must be a whole number, not None"),
         ("decode.max_draft_rows=1", r"decode\.max_draft_rows must be at least 2, not 1"),
-        ("decode.mode=turbo", r"decode\.mode must be ar, sync or async, not 'turbo'"),
-        ("decode.mode=off", r"decode\.mode must be ar, sync or async, not False"),
+        ("decode.mode=turbo", r"decode\.mode must be ar, sync, async or dflash, not 'turbo'"),
+        ("decode.mode=off", r"decode\.mode must be ar, sync, async or dflash, not False"),
         ("decode.max_wait_ms=true", r"decode\.max_wait_ms must be a number, not True"),
         ("decode.max_wait_ms=.nan", r"decode\.max_wait_ms must be a number, not nan"),
         ("decode.max_wait_ms=soon", r"decode\.max_wait_ms must be a number, not 'soon'"),
@@ -198,7 +198,7 @@ def test_an_unknown_preset_names_the_nearest_one() -> None:
         ("name=3", r"name must be text, not 3 \(put it in quotes\)"),
         ("decode.mode", r"override 'decode\.mode' has no value: write decode\.mode=VALUE"),
         ("decode.mode=[", r"override 'decode\.mode=\[' is not valid YAML"),
-        ("decode.mode={a: 1}", r"decode\.mode must be ar, sync or async, not {'a': 1}"),
+        ("decode.mode={a: 1}", r"decode\.mode must be ar, sync, async or dflash, not {'a': 1}"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path_and_remedy(override: str, message: str) -> None:

@@ -48,6 +48,7 @@ SIDEWAYS: dict[tuple[str, str], str] = {
 }
 # Files and functions (path::name) over the limits, with the reason.
 OVERSIZE: dict[str, str] = {
+    "d3d_ray/config.py": "all settings of the engine on one page, with their meanings",
     "d3d_ray/records.py": "all that crosses a process on one page; a third of it is docstrings",
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_JOB_LINES = 250, 50, 60

@@ -8,7 +8,7 @@ import torch
 from tiny import FAMILIES, MASK, tiny_drafter
 from torch.nn.functional import cross_entropy
 
-from d3d_ray.training import step
+from d3d_ray.training import objective
 from d3d_ray.training.layout import IGNORED, BlockShape, Document, TrainingRow, lay_out, pad_rows
 from d3d_ray.training.objective import combine, default_gamma, row_losses
 from d3d_ray.training.step import DrafterLoss, Weights, run
@@ -102,7 +102,7 @@ def test_the_head_in_chunks_gives_the_same_loss_and_gradients(monkeypatch):
     network, row = tiny_drafter().network, make_row()
     results = []
     for num_bytes in (2**29, 7 * 4 * 512):
-        monkeypatch.setattr(step, "_HEAD_BYTES", num_bytes)
+        monkeypatch.setattr(objective, "_HEAD_BYTES", num_bytes)
         module = DrafterLoss(copy.deepcopy(network), WEIGHTS)
         loss = module(row)[0]
         loss.backward()

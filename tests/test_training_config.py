@@ -23,7 +23,7 @@ H100_BYTES = 80e9
 
 
 def test_all_recipes_load_and_survive_a_round_trip(tmp_path):
-    assert list_recipes() == [*QWEN, "smollm2-cpu"]
+    assert list_recipes() == [*QWEN, "smollm2-cpu", "smollm2-dflash-cpu"]
     for name in list_recipes():
         config = load_training_config(name)
         (tmp_path / "config.yaml").write_text(to_yaml(config))
@@ -51,6 +51,7 @@ def test_overrides_reach_every_section():
         ("objective.gamma=0", r"objective\.gamma must be above 0"),
         ("drafter.dtype=float32", r"drafter\.dtype.*optimiser\.dtype"),
         ("data=3", "unknown setting 'data'"),
+        ("objective.kind=other", r"objective\.kind must be d3d or dflash"),
     ],
 )
 def test_wrong_settings_are_refused(override, words):
@@ -102,3 +103,21 @@ def test_a_qwen_recipe_fits_its_models_and_eight_gpus(name):
     sharded = (2 * num_all + 18 * num_trained) / config.num_workers
     assert config.optimiser.zero_stage == 3 and config.num_workers == 8
     assert sharded < 0.3 * H100_BYTES
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "drafter.label_shift=true",
+        "data.seeded_share=0.2",
+        "objective.ar_weight=0.1",
+        "objective.soft_weight=0.5",
+        "objective.draft_vocab_size=64",
+        "objective.train_head=true",
+        "optimiser.activation_checkpointing=true",
+    ],
+)
+def test_what_a_dflash_drafter_has_not_is_refused(override):
+    path = override.partition("=")[0].replace(".", r"\.")
+    with pytest.raises(ValueError, match=rf"{path} means nothing for objective\.kind=dflash"):
+        load_training_config("smollm2-dflash-cpu", [override])

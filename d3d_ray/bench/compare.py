@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from d3d_ray.bench.near_ties import Difference, FindTopTwo, judge
+from d3d_ray.bench.options import available_modes
 from d3d_ray.bench.prompts import NamedPrompt
 from d3d_ray.bench.report import Comparison
 from d3d_ray.decode.rescoring import Candidate
@@ -26,36 +27,40 @@ def compare(
     prompts: Sequence[NamedPrompt],
     sampling: Sampling,
     *,
-    modes: Sequence[Mode] = tuple(Mode),
+    modes: Sequence[Mode] | None = None,
     on_answer: OnAnswer | None = None,
 ) -> Comparison:
     """Ask prompt by prompt in every mode, so that a drifting machine hurts all modes alike.
 
     On a CPU plain decoding is run once more with the drafter's cores as well: who has no drafter
-    would give it those, so speed-ups are over that.
+    would give it those, so speed-ups are over that. So is ``dflash``, which leaves them idle, too.
+
+    ``modes=None`` are all that there are drafters for.
 
     One request at a time; a short first prompt in every mode is not counted. Raises as
     ``Engine.generate`` does.
     """
+    modes = available_modes(engine.config) if modes is None else modes
     # The modes must draw with the same noise.
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     sampling = replace(sampling, seed=seed)
     warm_up = replace(sampling, max_tokens=_WARM_UP_TOKENS, min_tokens=0)
     rounds: dict[Mode, list[Round]] = {mode: [] for mode in modes}
-    differences, all_cores = [], list[Round]()
-    has_idle_cores = Mode.AR in modes and len(modes) > 1 and _count_cores(engine) is not None
-    total = len(prompts) * (len(modes) + has_idle_cores)
+    differences, all_cores = list[Difference](), dict[Mode, list[Round]]()
+    if Mode.AR in modes and len(modes) > 1 and _count_cores(engine) is not None:
+        all_cores = {mode: [] for mode in (Mode.AR, Mode.DFLASH) if mode in modes}
+    total = len(prompts) * (len(modes) + len(all_cores))
     with tqdm(total=total, unit="answer", leave=False) as progress:
         for mode in modes:
             progress.set_description(f"warming up {mode}")
             engine.generate([prompts[0].messages], warm_up, mode=mode)
         for prompt in prompts:
             answers: dict[Mode, Answer] = {}
-            if has_idle_cores:
-                progress.set_description(f"{prompt.id}, ar with all cores")
+            for mode, collected in all_cores.items():
+                progress.set_description(f"{prompt.id}, {mode} with all cores")
                 with _all_cores(engine):
-                    (plain,) = engine.generate([prompt.messages], sampling, mode=Mode.AR)
-                all_cores.extend(plain.rounds)
+                    (answer,) = engine.generate([prompt.messages], sampling, mode=mode)
+                collected.extend(answer.rounds)
                 progress.update()
             for mode in modes:
                 progress.set_description(f"{prompt.id}, {mode}")
@@ -81,7 +86,7 @@ def _count_cores(engine: Engine) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def _all_cores(engine: Engine) -> Iterator[None]:
-    """The target decodes with the drafter's cores as well, which is idle meanwhile."""
+    """The verifier works with the drafter's cores as well, which is idle meanwhile."""
     cores = _count_cores(engine)
     assert cores is not None
     for_target, for_drafter = cores

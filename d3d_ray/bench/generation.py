@@ -74,7 +74,7 @@ def _write_files(result: Comparison, options: Options) -> None:
     if options.trace_file is not None:
         write_trace(options.trace_file, result.rounds, label=result.label())
     if options.timeline_file is not None:
-        mode = options.modes[-1]
+        mode = Mode.ASYNC if Mode.ASYNC in options.modes else options.modes[-1]
         rounds = result.rounds[mode]
         draw_timeline(options.timeline_file, rounds, title=_title(result, mode))
     files = (options.json_file, options.trace_file, options.timeline_file)

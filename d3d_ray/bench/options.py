@@ -59,11 +59,17 @@ def parse_options(arguments: Sequence[str]) -> Options:
         prompts=tuple(
             [make_prompt(args.prompt)] if args.prompts is None else read_prompts(args.prompts)
         ),
-        modes=tuple(Mode) if args.mode == _COMPARE else (Mode(config.decode.mode),),
+        modes=available_modes(config) if args.mode == _COMPARE else (Mode(config.decode.mode),),
         json_file=args.json,
         trace_file=args.trace,
         timeline_file=args.timeline,
     )
+
+
+def available_modes(config: EngineConfig) -> tuple[Mode, ...]:
+    """Those that the settings have a drafter for."""
+    has_dflash = config.dflash.source is not None
+    return tuple(mode for mode in Mode if mode is not Mode.DFLASH or has_dflash)
 
 
 def _make_parser() -> Parser:

@@ -1,7 +1,7 @@
 """What came out: a frozen record, as JSON and as a plain-text table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +23,8 @@ class Comparison:
     num_prompts: int
     rounds: Mapping[Mode, Sequence[Round]]
     """Each mode's rounds, prompt after prompt."""
-    all_cores: Sequence[Round] = ()
-    """Of plain decoding with the drafter's cores as well, where both are on a CPU."""
+    all_cores: Mapping[Mode, Sequence[Round]] = field(default_factory=dict)
+    """Of ``ar`` and ``dflash`` with the idle drafter's cores as well, where all is on a CPU."""
     differences: Sequence[Difference] = ()
     """Answers that are not those of plain decoding, token for token."""
 
@@ -53,11 +53,12 @@ class Comparison:
     @cached_property
     def plain(self) -> Summary:
         """What speed-ups are over."""
-        return summarise(self.all_cores) if self.all_cores else self.summaries[Mode.AR]
+        rounds = self.all_cores.get(Mode.AR)
+        return summarise(rounds) if rounds else self.summaries[Mode.AR]
 
     def label(self, mode: Mode | None = None) -> str:
         """What must be said with every figure of a mode (None: of all); often nothing."""
-        if mode is Mode.AR or self.is_drafter_trained is None:
+        if mode in (Mode.AR, Mode.DFLASH) or self.is_drafter_trained is None:
             return ""
         simulated = self.config.decode.simulate_acceptance
         parts = [f"SIMULATED acceptance {simulated:g}"] if simulated is not None else []
@@ -80,6 +81,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Everything that is known, as plain values."""
+        dflash = self.all_cores.get(Mode.DFLASH)
         return {
             "label": self.label(),
             "preset": self.config.name,
@@ -93,6 +95,7 @@ class Comparison:
             "num_violations": self.num_violations,
             "differences": [asdict(difference) for difference in self.differences],
             "plain_with_all_cores": asdict(self.plain) if self.all_cores else None,
+            "dflash_with_all_cores": asdict(summarise(dflash)) if dflash else None,
             "modes": {
                 str(mode): {
                     "label": self.label(mode),
@@ -111,9 +114,12 @@ class Comparison:
         config = self.config
         facts = [config.name, f"target {config.target.dtype}", f"prompts {self.num_prompts}"]
         lines = [", ".join([*facts, *filter(None, [self.label()])])]
-        rows = [self._row(mode, summary) for mode, summary in self.summaries.items()]
-        if self.all_cores:
-            rows.insert(0, self._row(Mode.AR, self.plain, name=_ALL_CORES))
+        rows = []
+        for mode, summary in self.summaries.items():
+            if mode in self.all_cores:
+                name = f"{mode}, all cores"
+                rows.append(self._row(mode, summarise(self.all_cores[mode]), name=name))
+            rows.append(self._row(mode, summary))
         lines += _align([_HEAD, *rows])
         lines += self._verdict() if self.is_compared else []
         return "\n".join(lines)
@@ -154,7 +160,6 @@ class Comparison:
         ]
 
 
-_ALL_CORES = "ar, all cores"
 _REMARK = "remark"
 _KINDS = ("hit", "soft", "jit", "none")
 _HEAD = [

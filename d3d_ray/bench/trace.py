@@ -32,7 +32,7 @@ def make_events(rounds: Mapping[Mode, Sequence[Round]], *, label: str = "") -> l
     events: list[dict[str, Any]] = []
     for process, (mode, each) in enumerate(rounds.items(), start=1):
         # Plain decoding has no drafter that something could be said of.
-        has_label = bool(label) and mode is not Mode.AR
+        has_label = bool(label) and mode in (Mode.SYNC, Mode.ASYNC)
         events += _name_lanes(process, f"{mode} ({label})" if has_label else str(mode))
         for r in each:
             events += _events_of(r, process, origin_ns)

@@ -1,4 +1,4 @@
-"""Three ways to decode, on the same verifier code.
+"""Ways to decode, on the same verifier code; ``dflash`` has a module of its own.
 
 ::
 
@@ -16,7 +16,7 @@ deadline, or a drafter that is given up on.
 """
 
 import time
-from typing import Literal, Protocol
+from typing import Literal
 
 from d3d_ray.decode.correspondence import Correspondence
 from d3d_ray.decode.session import Pick, Session
@@ -27,32 +27,24 @@ _NS_PER_S = 1_000_000_000
 MissPolicy = Literal["soft", "jit", "auto"]
 
 
-class ModePolicy(Protocol):
-    """What a mode does around a verification."""
+class ModePolicy:
+    """What a mode does around a verification; nothing, as in ``ar``, unless it says otherwise."""
 
-    def before_verify(self, session: Session, drafts: tuple[int, ...]) -> None: ...
+    def before_round(self, session: Session) -> None:
+        """Before the drafts of the next block are picked."""
+
+    def before_verify(self, session: Session, drafts: tuple[int, ...]) -> None:
+        """Once they are, or once the request is admitted and its prompt is to be run."""
 
     def after_round(self, session: Session, verify_ns: float) -> None:
         """``verify_ns``: how long a verification takes at present."""
-        ...
 
     def asks_again(self, session: Session, pick: Pick) -> bool:
         """Whether the drafter was asked for better drafts than these, which are worth a wait."""
-        ...
-
-
-class Autoregressive:
-    def before_verify(self, session: Session, drafts: tuple[int, ...]) -> None:
-        pass
-
-    def after_round(self, session: Session, verify_ns: float) -> None:
-        pass
-
-    def asks_again(self, session: Session, pick: Pick) -> bool:
         return False
 
 
-class Synchronous:
+class Synchronous(ModePolicy):
     def __init__(self, correspondence: Correspondence, *, max_wait_s: float) -> None:
         self._correspondence = correspondence
         self._max_wait_s = max_wait_s
@@ -66,11 +58,8 @@ class Synchronous:
             self._correspondence.tell(session, None)
             session.deadline_ns = time.monotonic_ns() + int(self._max_wait_s * _NS_PER_S)
 
-    def asks_again(self, session: Session, pick: Pick) -> bool:
-        return False
 
-
-class Asynchronous:
+class Asynchronous(ModePolicy):
     """``miss_policy``, when no branch is seeded with t*: ``soft`` takes what there is for k;
     ``jit`` makes one unpacked pass behind t* first; ``auto`` does so where it pays."""
 
@@ -122,7 +111,7 @@ def make_policies(
     correspondence: Correspondence, *, max_wait_s: float, miss_policy: MissPolicy
 ) -> dict[Mode, ModePolicy]:
     return {
-        Mode.AR: Autoregressive(),
+        Mode.AR: ModePolicy(),
         Mode.SYNC: Synchronous(correspondence, max_wait_s=max_wait_s),
         Mode.ASYNC: Asynchronous(correspondence, max_wait_s=max_wait_s, miss_policy=miss_policy),
     }

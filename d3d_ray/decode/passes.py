@@ -200,23 +200,9 @@ class Passes:
         The rows are for the positions from ``len(known)`` on; ``drafts`` stand there, None = those
         that the logits give.
         """
-        sampling = work.sampling
-        if not self._is_noise_shared or (sampling.is_greedy and not sampling.has_penalties):
+        if not self._is_noise_shared or not _is_processed(work):
             return logits
-        logits = self._spread(logits)
-        history = None
-        if sampling.has_penalties:
-            output = (token for token in known[work.prompt_length :] if token != _NO_TOKEN)
-            history = History(work.tokens[: work.prompt_length], output)
-        return processed_scores(
-            logits,
-            sampling,
-            position=len(known),
-            drafts=logits.argmax(dim=-1).tolist() if drafts is None else drafts,
-            history=history,
-            num_output=len(known) - work.prompt_length,
-            stop_ids=work.stop_ids,
-        )
+        return shared_scores(self._spread(logits), work, known, drafts)
 
     def _spread(
         self,
@@ -228,3 +214,31 @@ class Passes:
         full = logits.new_full((len(logits), self.model.vocab_size), -torch.inf)
         full[:, ids] = logits
         return full
+
+
+def shared_scores(
+    logits: torch.Tensor,  # [rows, vocab] fp32
+    work: Work,
+    known: tuple[int, ...],
+    drafts: Sequence[int] | None,
+) -> torch.Tensor:  # [rows, vocab]
+    """A drafter's logits processed as the target's are, under the same noise; see ``_scores``."""
+    if not _is_processed(work):
+        return logits
+    history = None
+    if work.sampling.has_penalties:
+        output = (token for token in known[work.prompt_length :] if token != _NO_TOKEN)
+        history = History(work.tokens[: work.prompt_length], output)
+    return processed_scores(
+        logits,
+        work.sampling,
+        position=len(known),
+        drafts=logits.argmax(dim=-1).tolist() if drafts is None else drafts,
+        history=history,
+        num_output=len(known) - work.prompt_length,
+        stop_ids=work.stop_ids,
+    )
+
+
+def _is_processed(work: Work) -> bool:
+    return not work.sampling.is_greedy or work.sampling.has_penalties

@@ -18,6 +18,8 @@ class Block:
     tokens: tuple[int, ...]
     num_logits: int
     """How many of the last rows need logits; 0 for an inner chunk of a prompt."""
+    is_read: bool = False
+    """The drafter beside the verifier, if there is one, reads the block's hidden states."""
 
 
 class Verifier(Protocol):

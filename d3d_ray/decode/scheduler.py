@@ -15,7 +15,9 @@ from dataclasses import replace
 
 import torch
 
+from d3d_ray.decode.budget import KvBudget
 from d3d_ray.decode.correspondence import Correspondence
+from d3d_ray.decode.dflash import FeatureDrafting
 from d3d_ray.decode.gain import Gain, PlainCost
 from d3d_ray.decode.logprobs import rate, rate_prompt
 from d3d_ray.decode.modes import MissPolicy, make_policies
@@ -23,7 +25,7 @@ from d3d_ray.decode.protocols import Block, Drafter, Verifier
 from d3d_ray.decode.session import Pick, Session
 from d3d_ray.decode.tally import Tally
 from d3d_ray.metrics import running_mean
-from d3d_ray.records import Chunk, Finish, Request
+from d3d_ray.records import Chunk, Finish, Mode, Request
 from d3d_ray.sampling import NonFiniteLogitsError
 
 logger = logging.getLogger(__name__)
@@ -47,13 +49,13 @@ class Scheduler:
         max_requests: int = 64,
         miss_policy: MissPolicy = "soft",
         is_never_slower: bool = False,
+        dflash: FeatureDrafting | None = None,
     ) -> None:
         self._verifier = verifier
         self._on_chunk = on_chunk
         self._prefill_chunk = prefill_chunk
-        self._kv_budget_tokens = kv_budget_tokens
+        self._kv_budget = KvBudget(kv_budget_tokens, slack=block_size)
         self._max_requests = max_requests
-        self._slack = block_size
         self._waiting: deque[Session] = deque()
         self._sessions: dict[str, Session] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -62,8 +64,11 @@ class Scheduler:
         self._policies = make_policies(
             self.correspondence, max_wait_s=max_wait_s, miss_policy=miss_policy
         )
-        self._num_drafts = block_size - 1
-        self.tally = Tally(self._num_drafts)
+        self._num_drafts = dict.fromkeys(self._policies, block_size - 1)
+        if dflash is not None:
+            self._policies[Mode.DFLASH] = dflash
+            self._num_drafts[Mode.DFLASH] = dflash.num_drafts
+        self.tally = Tally(max(self._num_drafts.values()))
         self._plain = PlainCost() if is_never_slower else None
         self._verify_ns = 0.0
         self._idle_since_ns = time.monotonic_ns()
@@ -73,15 +78,13 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request; its chunks go to ``on_chunk``, the last one with a finish reason.
 
-        Raises ``ValueError`` when its KV could never fit the budget.
+        Raises ``ValueError`` for a mode whose drafter is not there, and when its KV could never
+        fit the budget.
         """
-        if self._num_reserved(request) > self._kv_budget_tokens:
-            raise ValueError(
-                f"a prompt of {len(request.prompt)} tokens with max_tokens={request.max_tokens} "
-                f"needs {self._num_reserved(request)} tokens of KV cache and the budget is "
-                f"{self._kv_budget_tokens}: ask for fewer tokens or raise runtime.kv_budget_tokens"
-            )
-        session = Session(request, Gain(self._num_drafts, self._plain))
+        if request.mode not in self._policies:
+            raise ValueError(f"mode {request.mode} needs a DFlash drafter: set dflash.source")
+        self._kv_budget.check(request)
+        session = Session(request, Gain(self._num_drafts[request.mode], self._plain))
         self.run_between_rounds(lambda: self._waiting.append(session))
 
     def cancel(self, request_id: str) -> None:
@@ -141,17 +144,14 @@ class Scheduler:
             self._commands.popleft()()
 
     def _admit(self) -> None:
-        reserved = sum(self._num_reserved(s.request) for s in self._sessions.values())
+        reserved = sum(self._kv_budget.reserve(s.request) for s in self._sessions.values())
         while self._waiting and len(self._sessions) < self._max_requests:
-            reserved += self._num_reserved(self._waiting[0].request)
-            if reserved > self._kv_budget_tokens:
+            reserved += self._kv_budget.reserve(self._waiting[0].request)
+            if reserved > self._kv_budget.num_tokens:
                 return
             session = self._waiting.popleft()
             self._sessions[session.id] = session
             self._policies[session.request.mode].before_verify(session, ())
-
-    def _num_reserved(self, request: Request) -> int:
-        return len(request.prompt) + request.max_tokens + self._slack
 
     def _rest(self, timeout: float) -> None:
         self.correspondence.receive(self._sessions, 0.0)
@@ -182,10 +182,11 @@ class Scheduler:
             session.last_served_ns = self._idle_since_ns = time.monotonic_ns()
 
     def _round(self, session: Session) -> None:
+        policy = self._policies[session.request.mode]
+        policy.before_round(session)
         pick = session.pick()
         if session.is_awaiting and session.deadline_ns:
             self.correspondence.count_timeout(session)
-        policy = self._policies[session.request.mode]
         if policy.asks_again(session, pick):
             return
         start = time.monotonic_ns()

@@ -108,12 +108,16 @@ class Session:
         start = self.num_prefilled
         tokens = self.request.prompt[start : start + size]
         is_last = start + len(tokens) == len(self.request.prompt)
-        return Block(self.id, start, tokens, num_logits=int(is_last))
+        return Block(self.id, start, tokens, int(is_last), self._is_read)
 
     def next_block(self, drafts: Sequence[int]) -> Block:
         """``[anchor, drafts]`` behind everything that is cached."""
         tokens = (self.tokens[-1], *drafts)
-        return Block(self.id, len(self.tokens) - 1, tokens, num_logits=len(tokens))
+        return Block(self.id, len(self.tokens) - 1, tokens, len(tokens), self._is_read)
+
+    @property
+    def _is_read(self) -> bool:
+        return self.request.mode is Mode.DFLASH
 
     def pick(self) -> Pick:
         """Take the branch for the outcome of the last round out of the newest table."""

@@ -9,22 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 
 class FusedBackbone(nn.Module):
     """The layers of a model of one of :data:`d3d_ray.models.network.FAMILIES`, for inference.
 
-    Takes over the weights: the model's own layers are emptied.
+    ``backbone`` has ``layers``, ``norm``, ``rotary_emb`` and ``config``. Takes over the weights:
+    its own layers are emptied.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, backbone: Any) -> None:
         super().__init__()
-        backbone = model.model
         self._last_norm = backbone.norm
         self._rotary = backbone.rotary_emb
-        config = model.config
+        config = backbone.config
         self._num_groups: int = config.num_attention_heads // config.num_key_value_heads
         self.layers = nn.ModuleList()
         while len(backbone.layers):  # One by one, or the weights would lie in memory twice.
@@ -38,10 +37,7 @@ class FusedBackbone(nn.Module):
         visible: torch.Tensor,  # [1, 1, rows, cached + rows] bool
         cache: Cache,
     ) -> torch.Tensor:  # [1, rows, hidden], normed
-        cos, sin = (table[0, :, None] for table in self._rotary(hidden, position_ids))
-        # Turning a vector swaps its halves, the first with the other sign.
-        low, high = sin.chunk(2, dim=-1)
-        sin = torch.cat([-low, high], dim=-1)
+        cos, sin = rotary_tables(self._rotary, hidden, position_ids)
         bias = hidden.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
         bias = bias.repeat(1, 1, self._num_groups, 1)
         rows = hidden[0]
@@ -65,9 +61,9 @@ class _FusedLayer(nn.Module):
         self._head_norms = nn.ModuleList(
             getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)
         )
-        self._qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._qkv = join_linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self._out = attention.o_proj
-        self._gate_up = _join(mlp.gate_proj, mlp.up_proj)
+        self._gate_up = join_linear(mlp.gate_proj, mlp.up_proj)
         self._activation = mlp.act_fn
         self._down = mlp.down_proj
 
@@ -101,7 +97,7 @@ class _FusedLayer(nn.Module):
             queries, keys = turned.split([self._num_heads, self._num_kv], dim=1)
             q_norm, k_norm = self._head_norms
             turned = torch.cat([_norm(queries, q_norm), _norm(keys, k_norm)], dim=1)
-        turned = torch.addcmul(turned * cos, turned.roll(dim // 2, -1), sin).transpose(0, 1)
+        turned = rotate(turned, cos, sin).transpose(0, 1)
         all_keys, all_values = cache.update(
             turned[None, self._num_heads :], values.transpose(0, 1)[None], self._index
         )
@@ -117,6 +113,26 @@ class _FusedLayer(nn.Module):
         return by_head.transpose(0, 1).reshape(num_rows, -1)
 
 
+def rotary_tables(
+    rotary: Any,
+    hidden: torch.Tensor,  # [1, rows, hidden], for its type
+    position_ids: torch.Tensor,  # [1, rows] int64
+) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, 1, head_dim]
+    """Cosines and sines for :func:`rotate`."""
+    cos, sin = (table[0, :, None] for table in rotary(hidden, position_ids))
+    # Turning a vector swaps its halves, the first with the other sign.
+    low, high = sin.chunk(2, dim=-1)
+    return cos, torch.cat([-low, high], dim=-1)
+
+
+def rotate(
+    vectors: torch.Tensor,  # [rows, heads, head_dim]
+    cos: torch.Tensor,  # [rows, 1, head_dim]
+    sin: torch.Tensor,  # [rows, 1, head_dim], the first half negated
+) -> torch.Tensor:  # [rows, heads, head_dim]
+    return torch.addcmul(vectors * cos, vectors.roll(vectors.shape[-1] // 2, -1), sin)
+
+
 def _norm(
     hidden: torch.Tensor,  # [..., size]
     norm: Any,
@@ -124,7 +140,7 @@ def _norm(
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def _join(*layers: nn.Linear) -> nn.Linear:
+def join_linear(*layers: nn.Linear) -> nn.Linear:
     """One layer that gives the outputs of several behind one another."""
     with torch.device("meta"):
         joined = nn.Linear(

@@ -94,7 +94,7 @@ class DrafterNetwork(nn.Module):
     def fuse(self) -> None:
         """Make the layers quick to serve: they can no longer be trained or saved."""
         assert self._fused is None, "the layers are fused already"
-        self._fused = FusedBackbone(self.model)
+        self._fused = FusedBackbone(self.model.model)
         if self.trimmed_head is not None:
             del self.model.lm_head
 

@@ -8,6 +8,8 @@ from transformers import PretrainedConfig
 from d3d_ray.models.network import check_family
 
 SECTION = "d3d"
+DFLASH_SECTION = "dflash_config"
+"""In its place in the ``config.json`` of a DFlash drafter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,10 @@ def read_section(
     Raises ``ValueError`` for an option that is missing or is not what the folder was trained with.
     """
     check_family(config)
+    if getattr(config, DFLASH_SECTION, None) is not None:
+        raise ValueError(
+            f"{source} is a DFlash drafter: set dflash.source to it, and drafter.source to another"
+        )
     stored = getattr(config, SECTION, None)
     if stored is None:
         return DrafterSection(

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from d3d_ray.models.cache import SlotCache, align_up, check_can_cut
+from d3d_ray.models.features import capture, join
 
 _ALIGN = 64
 
@@ -22,6 +23,28 @@ class _Block(Protocol):
     def tokens(self) -> tuple[int, ...]: ...
     @property
     def num_logits(self) -> int: ...
+    @property
+    def is_read(self) -> bool: ...
+
+
+class Reader(Protocol):
+    """Takes the outputs of some of the target's layers."""
+
+    @property
+    def layer_ids(self) -> Sequence[int]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def read(
+        self,
+        request: str,
+        start: int,
+        features: torch.Tensor,  # [rows, layers · hidden]
+    ) -> None:
+        """Those of the tokens from ``start`` on."""
+        ...
+
+    def free(self, request: str) -> None: ...
 
 
 class Target:
@@ -56,6 +79,7 @@ class Target:
         self._num_layers: int = config.num_hidden_layers
         self._num_rows: int | None = None
         self._caches: dict[str, SlotCache] = {}
+        self._reader: Reader | None = None
         self.kv_bytes_per_token = self._probe()
 
     @property
@@ -76,9 +100,22 @@ class Target:
         for block in blocks:
             if block.request not in self._caches:
                 self._caches[block.request] = self._new_cache()
-            cache = self._caches[block.request]
-            results.append(self._run(cache, block.tokens, block.num_logits))
+            results.append(self._run_block(self._caches[block.request], block))
         return results
+
+    def read_with(self, reader: Reader) -> None:
+        """Show the outputs of layers to ``reader``, for blocks that say so; others cost nothing."""
+        self._reader = reader
+
+    def _run_block(self, cache: SlotCache, block: _Block) -> torch.Tensor:
+        reader = self._reader
+        if reader is None or not block.is_read:
+            return self._run(cache, block.tokens, block.num_logits)
+        with capture(self.model, reader.layer_ids) as outputs:
+            logits = self._run(cache, block.tokens, block.num_logits)
+        features = join(outputs, reader.layer_ids, reader.device)
+        reader.read(block.request, block.start, features[: len(block.tokens)])
+        return logits
 
     def fix_rows(self, num_rows: int) -> None:
         """Run every block with ``num_rows`` rows from now on, padding shorter ones.
@@ -106,6 +143,8 @@ class Target:
     def free(self, request: str) -> None:
         """Forget the request; unknown ones are ignored."""
         self._caches.pop(request, None)
+        if self._reader is not None:
+            self._reader.free(request)
 
     def _check(self, block: _Block) -> None:
         cache = self._caches.get(block.request)

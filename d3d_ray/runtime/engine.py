@@ -57,7 +57,7 @@ class Engine:
             if placement is None:
                 placement = place(
                     config.runtime,
-                    has_drafter=config.decode.mode != "ar",
+                    has_drafter=config.has_drafter_actor,
                     timeout_s=config.runtime.call_timeout_s,
                 )
             self._closing.callback(placement.remove)
@@ -203,7 +203,9 @@ class Engine:
         stop_ids = own_stops | frozenset(sampling.stop_token_ids)
         check_tokens(tokens, sampling, stop_ids, info.vocab_size, info.max_positions)
         mode = Mode(mode or self.config.decode.mode)
-        if mode is not Mode.AR and self._supervisor.drafter() is None:
+        if mode is Mode.DFLASH and self.config.dflash.source is None:
+            raise ValueError(f"mode {mode} needs a DFlash drafter: start with dflash.source")
+        if mode in (Mode.SYNC, Mode.ASYNC) and self._supervisor.drafter() is None:
             raise ValueError(f"mode {mode} needs a drafter: start with decode.mode={mode}")
         room = info.max_positions - len(tokens)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed

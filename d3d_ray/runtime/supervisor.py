@@ -38,7 +38,7 @@ class Supervisor:
         self._placement = placement
         self._verifier = Role("verifier", config, placement, VerifierActor)
         self._drafter = Role("drafter", config, placement, DrafterActor)
-        self._has_drafter = config.decode.mode != "ar"
+        self._has_drafter = config.has_drafter_actor
         self._linked: tuple[Any, Any] | None = None
         self._block_size = config.drafter.block_size or 1
         self._is_ready = threading.Event()

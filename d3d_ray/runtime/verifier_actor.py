@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from d3d_ray.config import EngineConfig
+from d3d_ray.decode.dflash import FeatureDrafting
 from d3d_ray.decode.rescoring import Candidate, find_top_two_between_rounds
 from d3d_ray.decode.scheduler import Scheduler
 from d3d_ray.models.cpu import pack_weights
+from d3d_ray.models.dflash_drafter import DFlashDrafter
+from d3d_ray.models.dflash_folder import load_dflash
 from d3d_ray.models.loading import load_target
 from d3d_ray.models.target import Target
 from d3d_ray.records import Chunk, Finish, Request
@@ -27,6 +30,7 @@ class VerifierActor(LinkedActor):
     async def load(self) -> ActorInfo:
         """Load the model; raises what the loading raises. ``start`` comes next."""
         self._target = load_target_of(self._config, self._device)
+        self._dflash = load_dflash_of(self._config, self._target)
         self._kv_budget_tokens = self._config.runtime.kv_budget_tokens or self._free_kv_tokens()
         self._scheduler: Scheduler | None = None
         self._remote: RemoteDrafter | None = None
@@ -41,9 +45,14 @@ class VerifierActor(LinkedActor):
 
     async def start(self, block_size: int) -> None:
         """Start the decode thread, without a drafter yet."""
+        decode, runtime = self._config.decode, self._config.runtime
+        dflash = None
+        if self._dflash is not None:
+            # The blocks of both drafters have the same bits then.
+            block_size = max(block_size, self._dflash.block_size)
+            dflash = FeatureDrafting(self._dflash, is_noise_shared=decode.draft_noise == "shared")
         if self._config.target.fixed_rows:
             self._target.fix_rows(block_size)
-        decode, runtime = self._config.decode, self._config.runtime
         self._scheduler = Scheduler(
             self._target,
             None,
@@ -56,6 +65,7 @@ class VerifierActor(LinkedActor):
             max_requests=runtime.max_requests,
             miss_policy=decode.miss_policy,
             is_never_slower=decode.never_slower and decode.simulate_acceptance is None,
+            dflash=dflash,
         )
         self._start(self._scheduler.step, "decode thread")
 
@@ -185,7 +195,10 @@ class VerifierActor(LinkedActor):
         # Where the drafter takes its memory from the same place, it may not have done so yet.
         is_shared = self._device.type == "cpu" or self._config.runtime.share_device
         share = 0.4 if is_shared else 0.8
-        return max(1, int(share * free_bytes / self._target.kv_bytes_per_token))
+        token_bytes = self._target.kv_bytes_per_token
+        if self._dflash is not None:
+            token_bytes += self._dflash.kv_bytes_per_token
+        return max(1, int(share * free_bytes / token_bytes))
 
 
 def load_target_of(config: EngineConfig, device: torch.device) -> Target:
@@ -199,3 +212,19 @@ def load_target_of(config: EngineConfig, device: torch.device) -> Target:
     )
     pack_weights(target.model)
     return target
+
+
+def load_dflash_of(config: EngineConfig, target: Target) -> DFlashDrafter | None:
+    """The DFlash drafter that the settings ask for; it reads from the target already."""
+    if config.dflash.source is None:
+        return None
+    drafter = load_dflash(
+        config.dflash.source,
+        target.model,
+        target_source=config.target.source,
+        vocab_size=target.vocab_size,
+        dtype=getattr(torch, config.dflash.dtype or config.target.dtype),
+    )
+    drafter.fuse()
+    target.read_with(drafter)
+    return drafter

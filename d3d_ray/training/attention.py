@@ -5,39 +5,49 @@ products take a third of the time of torch's SDPA, forward and backward together
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig
 
 from d3d_ray.training.layout import TrainingRow, see
+
+Attention = Literal["sdpa", "dense", "flex"]
 
 _FLEX, _DENSE = "d3d_flex", "d3d_dense"
 
 
-def use_flex_attention(model: PreTrainedModel) -> None:
-    """From now on the model takes a :func:`block_mask` in place of a dense mask."""
-    AttentionInterface.register(_FLEX, _attend_flex)
-    model.set_attn_implementation(_FLEX)
+def use_attention(config: PretrainedConfig, attention: Attention) -> None:
+    """From now on a model of this config attends so.
+
+    ``flex`` takes a :func:`block_mask` in place of a dense mask, ``dense`` a dense one as before.
+    """
+    if attention == "flex":
+        AttentionInterface.register(_FLEX, _attend_flex)
+        config._attn_implementation = _FLEX
+    elif attention == "dense":
+        AttentionInterface.register(_DENSE, _attend_dense)
+        config._attn_implementation = _DENSE
 
 
-def use_dense_attention(model: PreTrainedModel) -> None:
-    """From now on the model attends with plain products; it takes a dense mask as before."""
-    AttentionInterface.register(_DENSE, _attend_dense)
-    model.set_attn_implementation(_DENSE)
-
-
-def block_mask(row: TrainingRow) -> BlockMask:
-    num_rows = len(row.token_ids)
-
+def block_mask(
+    row: TrainingRow,
+    queries: torch.Tensor,  # [queries] int64, rows of the row
+    keys: torch.Tensor,  # [keys] int64, rows of the row
+) -> BlockMask:
     def is_seen(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        return see(row, query, key)
+        return see(row, queries[query], keys[key])
 
     return create_block_mask(
-        is_seen, B=None, H=None, Q_LEN=num_rows, KV_LEN=num_rows, device=row.token_ids.device
+        is_seen,
+        B=None,
+        H=None,
+        Q_LEN=len(queries),
+        KV_LEN=len(keys),
+        device=row.token_ids.device,
     )
 
 
@@ -64,9 +74,9 @@ def _attend_flex(
 def _attend_dense(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, heads, rows, head_dim]
-    key: torch.Tensor,  # [1, key_heads, rows, head_dim]
-    value: torch.Tensor,  # [1, key_heads, rows, head_dim]
-    attention_mask: torch.Tensor,  # [1, 1, rows, rows] bool
+    key: torch.Tensor,  # [1, key_heads, columns, head_dim]
+    value: torch.Tensor,  # [1, key_heads, columns, head_dim]
+    attention_mask: torch.Tensor,  # [1, 1, rows, columns] bool
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, rows, heads, head_dim]
@@ -74,10 +84,10 @@ def _attend_dense(
     num_heads, num_rows, head_dim = query.shape[1:]
     num_keys = key.shape[1]
     grouped = (query * scaling).reshape(num_keys, -1, head_dim)  # Heads that share a key.
-    scores = torch.bmm(grouped, key[0].transpose(1, 2)).view(num_heads, num_rows, num_rows)
+    scores = torch.bmm(grouped, key[0].transpose(1, 2)).view(num_heads, num_rows, -1)
     hidden = torch.zeros_like(attention_mask[0], dtype=query.dtype)
     scores += hidden.masked_fill_(~attention_mask[0], torch.finfo(query.dtype).min)
-    weights = scores.softmax(dim=-1).view(num_keys, -1, num_rows)
+    weights = scores.softmax(dim=-1).view(num_keys, -1, key.shape[2])
     output = torch.bmm(weights, value[0]).view(num_heads, num_rows, head_dim)
     return output.transpose(0, 1)[None].contiguous(), None
 

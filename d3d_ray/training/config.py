@@ -11,6 +11,18 @@ from d3d_ray.settings import check, make_table
 
 TrainingDtype = Literal["bfloat16", "float32"]
 
+_NOT_FOR_DFLASH = (
+    ("drafter", "label_shift"),
+    ("data", "seeded_share"),
+    ("objective", "ar_weight"),
+    ("objective", "soft_weight"),
+    ("objective", "draft_vocab_size"),
+    ("objective", "train_embeddings"),
+    ("objective", "train_head"),
+    ("optimiser", "activation_checkpointing"),
+)
+"""Masks alone are trained, with embeddings and head of the target."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
@@ -46,6 +58,8 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig:
+    kind: Literal["d3d", "dflash"] = "d3d"
+    """What is trained: this package's drafter, or a DFlash drafter on hidden states."""
     gamma: float | None = None
     """Draft i of a block weighs exp(-i / gamma); null = from the block size."""
     ar_weight: float = 0.5
@@ -165,6 +179,18 @@ class TrainingConfig:
                 f"drafter.dtype is {self.drafter.dtype!r}, but training goes by optimiser.dtype; "
                 "leave it out"
             )
+        if self.objective.kind == "dflash":
+            self._check_dflash()
+
+    def _check_dflash(self) -> None:
+        """Nothing is ignored in silence."""
+        for section, name in _NOT_FOR_DFLASH:
+            settings = getattr(self, section)
+            default = type(settings).__dataclass_fields__[name].default
+            if getattr(settings, name) != default:
+                raise ValueError(
+                    f"{section}.{name} means nothing for objective.kind=dflash: leave it out"
+                )
 
     @property
     def rows_per_step(self) -> int:

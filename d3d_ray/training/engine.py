@@ -13,11 +13,11 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from d3d_ray.models.cpu import keep_freed_memory
 from d3d_ray.training.config import OptimiserConfig, TrainingConfig
 from d3d_ray.training.layout import TrainingRow
-from d3d_ray.training.step import DrafterLoss
 
 _TAG = "state"
 _MIN_DECAYED_DIMS = 2
@@ -37,9 +37,12 @@ class StepResult:
 
 
 class TrainingEngine:
-    """The sharded weights and their optimizer. Every method is called by all workers alike."""
+    """The sharded weights and their optimizer. Every method is called by all workers alike.
 
-    def __init__(self, module: DrafterLoss, config: TrainingConfig, device: torch.device) -> None:
+    ``module`` maps a row to ``Losses``; its ``network`` is the drafter.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainingConfig, device: torch.device) -> None:
         _skip_compilation()
         self.device = device
         self._config = config.optimiser
@@ -188,7 +191,7 @@ def prepare_process(config: TrainingConfig) -> torch.device:
     return device
 
 
-def _groups(module: DrafterLoss, config: OptimiserConfig) -> list[dict[str, Any]]:
+def _groups(module: nn.Module, config: OptimiserConfig) -> list[dict[str, Any]]:
     trained = [p for p in module.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= _MIN_DECAYED_DIMS]
     others = [p for p in trained if p.dim() < _MIN_DECAYED_DIMS]

@@ -7,11 +7,13 @@ from random import Random
 
 import torch
 
+from d3d_ray.decode.dflash import FeatureDrafting
 from d3d_ray.decode.drafting import DraftWorker
 from d3d_ray.decode.packed_plan import PackedPlan
 from d3d_ray.decode.plans import DraftPlan
 from d3d_ray.decode.scheduler import Scheduler
 from d3d_ray.metrics import summarise
+from d3d_ray.models.dflash_drafter import DFlashDrafter
 from d3d_ray.models.drafter import DrafterModel
 from d3d_ray.models.target import Target
 from d3d_ray.records import Chunk, Finish, FromDrafter, Mode, Request, Sampling, Table, ToDrafter
@@ -51,7 +53,7 @@ class InlineDrafter:
 
 def serve(
     target: Target,
-    drafter: DrafterModel,
+    drafter: DrafterModel | DFlashDrafter,
     prompts: Sequence[Sequence[int]],
     *,
     mode: Mode,
@@ -59,18 +61,24 @@ def serve(
 ) -> list[Chunk]:
     """Answer prompts greedily, one after another; the last chunk of each, with its rounds.
 
-    ``async`` drafts for every outcome before it is known, ``sync`` behind the known token.
+    ``async`` drafts for every outcome before it is known, ``sync`` behind the known token; a DFlash
+    drafter reads from the target already, and its mode is ``dflash``.
     """
     chunks: list[Chunk] = []
-    plan = PackedPlan(drafter, max_rows=_MAX_ROWS, is_noise_shared=True)
+    inline = dflash = None
+    if isinstance(drafter, DFlashDrafter):
+        dflash = FeatureDrafting(drafter, is_noise_shared=True)
+    else:
+        inline = InlineDrafter(PackedPlan(drafter, max_rows=_MAX_ROWS, is_noise_shared=True))
     scheduler = Scheduler(
         target,
-        InlineDrafter(plan),
+        inline,
         on_chunk=chunks.append,
         block_size=drafter.block_size,
         vocab_size=target.vocab_size,
         max_requests=1,
         max_wait_s=60.0,
+        dflash=dflash,
     )
     for index, prompt in enumerate(prompts):
         scheduler.submit(
@@ -94,7 +102,7 @@ def serve(
 
 def served_length(
     target: Target,
-    drafter: DrafterModel,
+    drafter: DrafterModel | DFlashDrafter,
     prompts: Sequence[Sequence[int]],
     *,
     mode: Mode,
@@ -194,9 +202,10 @@ def whole_blocks(row: TrainingRow, shape: BlockShape) -> list[WholeBlock]:
     blocks = []
     for block in range(int(row.block.max()) + 1):
         rows = (row.block == block).nonzero()[:, 0]
+        rows = rows[1:] if shape.has_anchor else rows
         if bool((row.labels[rows] == IGNORED).any()):
             continue
-        is_seeded = len(rows) < shape.block_size - shape.label_shift
+        is_seeded = len(rows) < shape.block_size - shape.label_shift  # An anchor is a seed.
         if is_seeded and shape.label_shift:  # The first draft is the clean first slot's.
             rows = torch.cat([row.end_column[rows[:1]] - 1, rows])
         elif not is_seeded and not shape.label_shift:  # The first mask predicts t* itself.

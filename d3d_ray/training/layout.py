@@ -10,8 +10,10 @@
 
 It is the packed pass of serving, with many anchors at once: the first slot stands where t* will.
 Two blocks never see each other, nor another document. Without label shift a row predicts its own
-position, and a block has one row more. The layout of anchors and blocks is that of DFlash
-(arXiv 2602.06036) with the clean stream of TiDAR (arXiv 2511.08923) in place of target features.
+position, and a block has one row more. A DFlash block is such a mask-first one whose first row
+holds the true token, the anchor: the clean stream, before it, is the target's. The layout of
+anchors and blocks is that of DFlash (arXiv 2602.06036) with the clean stream of TiDAR
+(arXiv 2511.08923) in place of target features.
 """
 
 from collections.abc import Sequence
@@ -45,6 +47,8 @@ class BlockShape:
     """Anchor and drafts together."""
     label_shift: bool
     mask_token_id: int
+    has_anchor: bool = False
+    """DFlash: the first slot is a clean row of the block that predicts nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +122,8 @@ def lay_out(
     # The last slot of an answer has nothing behind it to predict.
     slots = [slot for slot in slots if builder.num_following(slot[0]) > 0]
     for slot, start in sorted(rng.sample(slots, min(num_anchors, len(slots)))):
-        builder.add_block(slot, start, is_seeded=rng.random() < seeded_share)
+        is_seeded = rng.random() < seeded_share and not shape.has_anchor
+        builder.add_block(slot, start, is_seeded=is_seeded)
     return builder.build()
 
 
@@ -164,13 +169,14 @@ class _Builder:
         first, last = slot + is_seeded, slot + shape.block_size - shift
         for at in range(first, last):
             predicted = at + shift
-            is_inside = predicted < self._ends[slot]
+            is_anchor = shape.has_anchor and at == slot
+            is_inside = predicted < self._ends[slot] and not is_anchor
             label = self._clean[predicted] if is_inside else IGNORED
             # Unshifted, the mask at the first slot predicts t* itself: as much worth as draft 0.
             draft_index = max(predicted - slot - 1, 0)
             self._columns.append(
                 (
-                    shape.mask_token_id,
+                    self._clean[slot] if is_anchor else shape.mask_token_id,
                     at - start,
                     label,
                     draft_index,

@@ -1,8 +1,13 @@
 """The loss of a drafter: blockwise denoising, and next-token prediction on the clean stream."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
+_HEAD_BYTES = 2**29
+"""Logits that are held at a time, fp32; more labels than that go through the head in chunks."""
 
 GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}
 """Decay of the weight of later drafts by block size, from DFlash (arXiv 2602.06036)."""
@@ -65,3 +70,18 @@ def row_losses(
     law = top_log_probs.softmax(dim=-1).nan_to_num(0.0)  # None of them can be drafted.
     soft = -(law * log_probs.gather(-1, top_ids)).sum(dim=-1)
     return (1.0 - soft_weight) * hard + soft_weight * soft
+
+
+def in_chunks(
+    losses_of: Callable[[torch.Tensor, slice], torch.Tensor],
+    hidden: torch.Tensor,  # [n, hidden]
+    vocab_size: int,
+) -> torch.Tensor:  # [n] fp32
+    """``losses_of(hidden[rows], rows)`` of as many rows at a time as memory for logits allows."""
+    size = max(1, _HEAD_BYTES // (4 * vocab_size))
+    if len(hidden) <= size:
+        return losses_of(hidden, slice(None))
+    chunks = [slice(first, first + size) for first in range(0, len(hidden), size)]
+    # Logits of all chunks would be kept for the backward pass; they are made again instead.
+    parts = [checkpoint(losses_of, hidden[rows], rows, use_reentrant=False) for rows in chunks]
+    return torch.cat(parts)

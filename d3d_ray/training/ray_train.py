@@ -61,7 +61,7 @@ def _work(arguments: dict[str, Any]) -> None:
     def report(step: int, figures: Figures) -> None:
         # A report waits for the controller, which looks every second or two.
         is_due = step % config.checkpoint_every == 0 or step == config.optimiser.num_steps
-        if is_due or "served_sync" in figures:
+        if is_due or "teacher_forced" in figures:
             ray.train.report({"step": step, **figures})
 
     # A restarted worker finds the checkpoints of the attempt before it.

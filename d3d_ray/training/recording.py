@@ -14,6 +14,13 @@ from torch.utils.tensorboard import SummaryWriter
 from d3d_ray.training.config import TrainingConfig
 
 _METRICS = "metrics.jsonl"
+_LENGTHS = (
+    "served_sync",
+    "served_async",
+    "served_dflash",
+    "teacher_forced",
+    "teacher_forced_mask_first",
+)
 
 Figures = Mapping[str, float | Sequence[float] | bool]
 
@@ -62,7 +69,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     for name in ("denoising", "autoregressive"):
         losses.plot(*_series(lines, name), label=name, linewidth=1)
     losses.set(xlabel="step", ylabel="cross-entropy", title="loss")
-    for name in ("served_sync", "served_async", "teacher_forced", "teacher_forced_mask_first"):
+    for name in _LENGTHS:
         lengths.plot(*_series(lines, name), label=name.replace("_", " "), marker="o", markersize=3)
     lengths.set(xlabel="step", ylabel="tokens a round", title="acceptance length, held out")
     for axes in (losses, lengths):

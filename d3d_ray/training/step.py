@@ -1,19 +1,14 @@
 """The loss of one training row through a drafter; plain torch, whatever wraps it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from d3d_ray.models.network import DrafterNetwork
-from d3d_ray.training.attention import block_mask, use_dense_attention, use_flex_attention
+from d3d_ray.training.attention import Attention, block_mask, use_attention
 from d3d_ray.training.layout import IGNORED, TrainingRow, visible
-from d3d_ray.training.objective import combine, row_losses
-
-_HEAD_BYTES = 2**29
-"""Logits that are held at a time, fp32; more labels than that go through the head in chunks."""
+from d3d_ray.training.objective import combine, in_chunks, row_losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +29,14 @@ class DrafterLoss(nn.Module):
         network: DrafterNetwork,
         weights: Weights,
         *,
-        attention: Literal["sdpa", "dense", "flex"] = "sdpa",
+        attention: Attention = "sdpa",
         is_checkpointed: bool = False,
     ) -> None:
         super().__init__()
         self.network = network
         self._weights = weights
         self._is_flex = attention == "flex"
-        if self._is_flex:
-            use_flex_attention(network.model)
-        elif attention == "dense":
-            use_dense_attention(network.model)
+        use_attention(network.config, attention)
         if is_checkpointed:
             network.model.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -100,19 +92,14 @@ class DrafterLoss(nn.Module):
                 top_log_probs=None if top_log_probs is None else top_log_probs[rows],
             )
 
-        size = max(1, _HEAD_BYTES // (4 * self.network.config.vocab_size))
-        if len(at) <= size:
-            return chunk_losses(hidden, slice(None))
-        chunks = [slice(first, first + size) for first in range(0, len(at), size)]
-        # Logits of all chunks would be kept for the backward pass; they are made again instead.
-        parts = [checkpoint(chunk_losses, hidden[c], c, use_reentrant=False) for c in chunks]
-        return torch.cat(parts)
+        return in_chunks(chunk_losses, hidden, self.network.config.vocab_size)
 
 
 def run(
     network: DrafterNetwork, row: TrainingRow, *, is_flex: bool = False
 ) -> torch.Tensor:  # [rows, hidden]
     """One pass over a row, without a cache."""
-    mask = block_mask(row) if is_flex else visible(row)[None, None]
+    rows = torch.arange(len(row.token_ids), device=row.token_ids.device)
+    mask = block_mask(row, rows, rows) if is_flex else visible(row)[None, None]
     hidden: torch.Tensor = network(row.token_ids[None], row.position_ids[None], mask)
     return hidden[0]

@@ -15,11 +15,10 @@ from d3d_ray.training.checkpoints import load_checkpoint, save_checkpoint
 from d3d_ray.training.config import TrainingConfig
 from d3d_ray.training.data import Position, RowStream
 from d3d_ray.training.engine import StepResult, TrainingEngine, prepare_process
-from d3d_ray.training.evaluation import block_shape
 from d3d_ray.training.layout import TrainingRow, pad_rows
-from d3d_ray.training.outputs import Critic, Exporter, check_output, copy_drafter
+from d3d_ray.training.outputs import Critic, Exporter, check_output, copy_drafter, shape_of
 from d3d_ray.training.recording import Figures, Recorder
-from d3d_ray.training.setup import load_drafter_for, make_loss
+from d3d_ray.training.setup import load_trained, make_loss
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +63,8 @@ class Trainer:
         self._is_first = dist.get_rank() == 0
         self._checkpoints = Path(config.output) / "checkpoints"
         self._recorder: Recorder | None = None
-        drafter = load_drafter_for(config)
-        self._shape = block_shape(drafter)
+        drafter = load_trained(config, device)
+        self._shape = shape_of(drafter)
         self._stream = self._open_stream(None)
         has_critic = config.evaluation.every is not None
         if self._is_first:  # It keeps a second copy of the weights, to serve and to export.
