@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# A Ray cluster of this one machine, for jobs: reachable from here only, and with a token of its own.
+# A Ray cluster of this one machine, for jobs. The dashboard answers this machine only; Ray's other
+# ports listen on every interface, so all of it asks for a token, made anew at each start.
 #   cluster/local.sh         start it (or say that it runs), and print how to submit a job
 #   cluster/local.sh env     print its address and token for the shell: eval "$(cluster/local.sh env)"
 #   cluster/local.sh stop    end it and all of its processes, and remove its files
-# PORT, DASHBOARD_PORT, AGENT_PORT and CLIENT_PORT (6379, 8265, 52365, 10001) must be free; DIR holds
-# logs and token; what stands behind `start` goes to `ray start`, such as --num-cpus 4.
+# PORT, DASHBOARD_PORT, AGENT_PORT and CLIENT_PORT (6379, 8265, 52365, 10001) must be free; logs and
+# token are in D3D_RAY_DIR; what stands behind `start` goes to `ray start`, such as --num-cpus 4.
 set -euo pipefail
 
 PORT=${PORT:-6379}
 DASHBOARD_PORT=${DASHBOARD_PORT:-8265}
 AGENT_PORT=${AGENT_PORT:-52365}
 CLIENT_PORT=${CLIENT_PORT:-10001}
-DIR=${DIR:-${TMPDIR:-/tmp}/d3d-ray-$(id -u)}
+DIR=${D3D_RAY_DIR:-${TMPDIR:-/tmp}/d3d-ray-$(id -u)}
 PIDS=$DIR/pid
 TOKEN=$DIR/token
 
@@ -19,7 +20,7 @@ fail() { echo "$*" >&2; exit 1; }
 
 is_open() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
-# Processes that carry our token's path: Ray's own, those of jobs, and those that lost their parent.
+# Processes with our mark: Ray's own, those of jobs, and those that lost their parent.
 ours() {
   local file
   for file in /proc/[0-9]*/environ; do
@@ -27,7 +28,7 @@ ours() {
   done
 }
 
-runs() { [[ -s $PIDS ]] && kill -0 "$(<"$PIDS")" 2>/dev/null; }
+runs() { [[ -s $PIDS ]] && ours | grep -qx "$(<"$PIDS")"; }
 
 answers() {
   curl --silent --fail --max-time 2 --output /dev/null \
@@ -50,6 +51,9 @@ explain() {
 start() {
   local name seconds
   if runs; then explain; return; fi
+  if [[ -e $DIR/port ]]; then stop >/dev/null; fi  # What a crash left behind.
+  # `stop` removes the folder, so it must be ours alone.
+  [[ ! -e $DIR ]] || fail "$DIR exists and is not of this script: remove it, or set D3D_RAY_DIR"
   command -v ray >/dev/null || fail "There is no ray on the PATH: source .venv/bin/activate"
   for name in PORT DASHBOARD_PORT AGENT_PORT CLIENT_PORT; do
     if is_open "${!name}"; then
