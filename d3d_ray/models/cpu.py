@@ -23,6 +23,18 @@ def keep_freed_memory() -> None:
             libc.mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BYTES - 1)
 
 
+def return_freed_memory() -> None:
+    """Give back what `keep_freed_memory` has kept.
+
+    Passes of different sizes cut it into pieces that fit none of the next, and a process would
+    grow without an end.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # musl has none.
+            libc.malloc_trim(0)
+
+
 class _PackedLinear(nn.Module):
     """A linear layer whose weight lies as oneDNN's kernel reads it, not reordered at each call."""
 

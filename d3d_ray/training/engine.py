@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from d3d_ray.models.cpu import keep_freed_memory
+from d3d_ray.models.cpu import keep_freed_memory, return_freed_memory
 from d3d_ray.training.config import OptimiserConfig, TrainingConfig
 from d3d_ray.training.layout import TrainingRow
 
 _TAG = "state"
 _MIN_DECAYED_DIMS = 2
+_STEPS_PER_RETURN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,8 @@ class TrainingEngine:
             parts.append(torch.cat([loss.detach().float().reshape(-1) for loss in losses]))
         total, denoising, autoregressive, *by_draft = self._mean(torch.stack(parts))
         norm = self._engine.get_global_grad_norm()
+        if self._engine.global_steps % _STEPS_PER_RETURN == 0:
+            return_freed_memory()
         return StepResult(
             total=total,
             denoising=denoising,
