@@ -194,10 +194,20 @@ CHANGES: dict[str, Any] = {
 }
 OTHER_NOISE: dict[str, Any] = {"seed": 4, "choice": 1}
 USED_BY_THE_LOOP = {"max_tokens", "stop_token_ids", "ignore_eos"}
+ONLY_REPORTED = {"num_logprobs", "num_prompt_logprobs"}
 
 
 def test_every_field_is_accounted_for() -> None:
-    assert {field.name for field in fields(Sampling)} == {*CHANGES, *OTHER_NOISE} | USED_BY_THE_LOOP
+    known = {*CHANGES, *OTHER_NOISE} | USED_BY_THE_LOOP | ONLY_REPORTED
+    assert {field.name for field in fields(Sampling)} == known
+
+
+@pytest.mark.parametrize("name", sorted(ONLY_REPORTED))
+def test_reported_field_changes_no_token(name: str) -> None:
+    plain = Sampling(temperature=1.0, seed=3)
+    changed = replace(plain, **{name: 5})
+    logits = torch.zeros(50, VOCAB)
+    assert torch.equal(draw(logits, plain, position=4), draw(logits, changed, position=4))
 
 
 @pytest.mark.parametrize("name", CHANGES)
