@@ -152,6 +152,31 @@ def test_two_processes_at_once_convert_once_and_see_a_whole_folder(tmp_path: Pat
     assert log.read_text() == "converted\n"
 
 
+SAVER = """
+import sys
+import torch.distributed as dist
+from tiny import tiny_model
+from d3d_ray.models.loading import save_model
+
+rank, root = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+save_model(tiny_model("llama"), f"{root}/{rank}")
+"""
+
+
+def test_a_worker_of_any_rank_saves_a_whole_model(tmp_path: Path) -> None:
+    # The first of several training workers that needs the embedded model converts it.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    command = [sys.executable, "-c", SAVER]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    for rank in range(2):
+        names = {path.name for path in (tmp_path / str(rank)).iterdir()}
+        assert {"config.json", "model.safetensors"} <= names
+
+
 def test_what_a_killed_conversion_left_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

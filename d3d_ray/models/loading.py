@@ -136,10 +136,12 @@ def read_tensors(source: str, names: Collection[str] | None = None) -> dict[str,
 
 
 def save_model(model: PreTrainedModel, folder: str | Path, **options: Any) -> None:
-    """``save_pretrained``, which imports DeepSpeed where that is installed."""
+    """``save_pretrained``, which imports DeepSpeed where that is installed; from any rank."""
     if not torch.cuda.is_available():
         # Otherwise DeepSpeed says on stdout that it found no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Otherwise transformers silently writes nothing from other ranks than 0.
+    model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
     model.save_pretrained(folder, **options)
 
 
