@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from d3d_ray.hardware import has_fast_bfloat16
 from d3d_ray.settings import build, check, list_settings, make_table, unknown_setting
 
 T = TypeVar("T")
@@ -25,8 +26,8 @@ Dtype = Literal["bfloat16", "float32", "float16"]
 class TargetConfig:
     source: str
     """Folder or hub name of the model whose output must not change, or `embedded:<name>`."""
-    dtype: Dtype = "bfloat16"
-    """Of weights and KV cache."""
+    dtype: Literal[Dtype, "auto"] = "bfloat16"
+    """Of weights and KV cache; auto = bfloat16 where it is fast, else float32."""
     fixed_rows: bool = True
     """Pad every block to the block size, so that a token is the same bits in every mode."""
     max_context: int | None = None
@@ -36,6 +37,9 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         check(self, "target.", at_least={"max_context": 2})
+        if self.dtype == "auto":
+            dtype = "bfloat16" if has_fast_bfloat16() else "float32"
+            object.__setattr__(self, "dtype", dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

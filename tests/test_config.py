@@ -1,5 +1,6 @@
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,6 +20,7 @@ from d3d_ray.config import (
     to_dict,
     to_yaml,
 )
+from d3d_ray.hardware import has_fast_bfloat16
 from d3d_ray.records import Mode
 from d3d_ray.settings import list_settings, make_table
 
@@ -193,7 +195,10 @@ def test_an_unknown_preset_names_the_nearest_one() -> None:
         ("runtime.verifier_gpus=0", r"runtime\.verifier_gpus must be at least 1, not 0"),
         ("runtime.call_timeout_s=0", r"runtime\.call_timeout_s must be above 0, not 0\.0"),
         ("runtime.share_device=1", r"runtime\.share_device must be true or false, not 1"),
-        ("target.dtype=int8", r"target\.dtype must be bfloat16, float32 or float16, not 'int8'"),
+        (
+            "target.dtype=int8",
+            r"target\.dtype must be bfloat16, float32, float16 or auto, not 'int8'",
+        ),
         ("target.source=''", r"target\.source is empty"),
         ("name=3", r"name must be text, not 3 \(put it in quotes\)"),
         ("decode.mode", r"override 'decode\.mode' has no value: write decode\.mode=VALUE"),
@@ -204,6 +209,29 @@ def test_an_unknown_preset_names_the_nearest_one() -> None:
 def test_a_wrong_value_is_refused_with_its_path_and_remedy(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config("smollm2-cpu", [override])
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "device", "dtype"),
+    [
+        ("flags\t\t: fpu avx2", None, "float32"),
+        ("flags\t\t: fpu avx512_bf16", None, "bfloat16"),
+        ("Features\t: fp asimd bf16", None, "bfloat16"),
+        ("model name\t: amx_bf16\nflags\t\t: fpu", None, "float32"),
+        ("flags\t\t: fpu avx2", "nvidiactl", "bfloat16"),
+    ],
+)
+def test_the_automatic_dtype_is_what_the_machine_is_fast_with(
+    cpuinfo: str, device: str | None, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cpuinfo").write_text(cpuinfo, encoding="utf-8")
+    if device is not None:
+        (tmp_path / "dev").mkdir()
+        (tmp_path / "dev" / device).touch()
+    monkeypatch.setattr("d3d_ray.config.has_fast_bfloat16", partial(has_fast_bfloat16, tmp_path))
+    assert TargetConfig(source="any", dtype="auto").dtype == dtype
+    assert load_config("smollm2-cpu").target.dtype == dtype
 
 
 def test_a_wrong_value_is_refused_in_python_too() -> None:

@@ -16,6 +16,7 @@ LAYERS = {
     "records": 0,
     "metrics": 0,
     "settings": 0,
+    "hardware": 0,
     "command_line": 0,
     "config": 1,
     "sampling": 2,

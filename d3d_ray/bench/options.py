@@ -89,7 +89,8 @@ def _make_parser() -> Parser:
     add("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0 = off")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass")
     add("--seed", type=int, help="of the draws; None = another one every time")
-    add("--dtype", choices=["bfloat16", "float32", "float16"], help="short for target.dtype")
+    dtypes = ["auto", "bfloat16", "float32", "float16"]
+    add("--dtype", choices=dtypes, help="short for target.dtype")
     add("--ignore-eos", action="store_true", help="go on to --max-tokens")
     add("--simulate-acceptance", type=float, metavar="P", help="SIMULATED drafts, right by chance")
     add("--json", type=output_file, metavar="FILE", help="write the figures")

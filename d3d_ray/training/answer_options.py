@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from d3d_ray.command_line import Parser
 from d3d_ray.config import Dtype, TargetConfig, load_config
@@ -128,7 +128,7 @@ def _check_scoring(args: argparse.Namespace) -> None:
 
 
 def _find_target(
-    preset: str | None, source: str | None, dtype: Dtype | None
+    preset: str | None, source: str | None, dtype: Literal[Dtype, "auto"] | None
 ) -> tuple[TargetConfig, int]:
     overrides = [] if dtype is None else [f"target.dtype={dtype}"]
     if source is None:
@@ -148,7 +148,8 @@ def _make_parser() -> Parser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--preset", help="preset or YAML file; None = smollm2-cpu")
     which.add_argument("--target", metavar="SOURCE", help="folder, hub name or embedded:NAME")
-    add("--dtype", choices=["bfloat16", "float32", "float16"], help="None = the preset's, or bf16")
+    dtypes = ["auto", "bfloat16", "float32", "float16"]
+    add("--dtype", choices=dtypes, help="None = the preset's, or bf16")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--prompts",
