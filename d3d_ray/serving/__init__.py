@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint: bodies of requests, errors, stop strings."""
